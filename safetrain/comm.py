@@ -1,0 +1,171 @@
+"""The door to torch.distributed: join, groups, the store, and the few collectives the loop needs outside the gradients.
+
+Three groups, each with an explicit time limit (``new_group`` does not inherit one, and Gloo's default is 30 minutes):
+the default group is the user's, DDP has its own, and the control group (Gloo, on the CPU) carries agreements.
+A stray user collective can therefore never pair with a gradient bucket or with a vote.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from safetrain.errors import CommunicationError, UsageError
+
+T = TypeVar("T")
+How = Literal["any", "all", "min", "max", "sum"]
+_OPS = {"any": dist.ReduceOp.MAX, "all": dist.ReduceOp.MIN, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Comm:
+    """One rank's place among the ranks.
+
+    Attributes:
+        rank, world_size: over all machines.
+        local_rank, local_world_size: on this machine.
+        device: where this rank computes.
+        ddp_group: the process group of the gradients, used by nothing else.
+        store: the key-value store all ranks share; it outlives rank 0 where torch elastic holds it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    ddp_group: dist.ProcessGroup
+    store: dist.Store
+
+    _live: Comm | None = None
+
+    @classmethod
+    def join(cls, device: str = "auto", timeout_s: float = 1800.0) -> Comm:
+        """Join the ranks that the launcher started, or be a world of one where none did.
+
+        A second call returns the first one's result. ``timeout_s`` bounds every collective.
+
+        Raises:
+            UsageError: the environment describes the ranks incompletely or inconsistently.
+        """
+        if cls._live is None:
+            cls._live = cls(device, timeout_s)
+        return cls._live
+
+    def __init__(self, device: str, timeout_s: float) -> None:
+        self.rank, self.world_size, self.local_rank, self.local_world_size = _place()
+        self.device = _choose_device(device, self.local_rank)
+        timeout = timedelta(seconds=timeout_s)
+        self._owns_default_group = not dist.is_initialized()
+        if self._owns_default_group:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            if "RANK" in os.environ:
+                dist.init_process_group(backend, timeout=timeout)
+            else:
+                # a store in memory: one process needs no port and can collide with nobody
+                dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        elif (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.ddp_group = dist.new_group(timeout=timeout)
+        self._control_group = dist.new_group(timeout=timeout, backend="gloo")
+        self.store = dist.PrefixStore("safetrain", dist.distributed_c10d._get_default_store())
+
+    def leave(self) -> None:
+        """Destroy the groups; only on the clean path, when every rank comes here (on a failure it can itself hang)."""
+        Comm._live = None
+        if self._owns_default_group:
+            dist.destroy_process_group()
+
+    def agree(self, value: T, how: How) -> T:
+        """The same value on every rank: ``any``/``all`` of booleans, ``min``/``max``/``sum`` of numbers. All ranks must call it."""
+        if how != "sum" and how not in _OPS:
+            raise UsageError(f"agree(how={how!r}): allowed are any, all, min, max, sum")
+        exact = isinstance(value, (bool, int))
+        tensor = torch.tensor([value], dtype=torch.int64 if exact else torch.float64)
+        dist.all_reduce(tensor, op=_OPS.get(how, dist.ReduceOp.SUM), group=self._control_group)
+        return type(value)(tensor.item())  # type: ignore[call-arg]
+
+    def sum_vector(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over ranks in float64; every rank gives as many values."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor, group=self._control_group)
+        return tensor.tolist()
+
+    def start_sum(self, values: torch.Tensor) -> dist.Work:
+        """Start to sum ``values`` (a CPU tensor) over ranks in place; wait on what is returned before reading it."""
+        work = dist.all_reduce(values, group=self._control_group, async_op=True)
+        assert work is not None
+        return work
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's picklable value, in rank order, on every rank."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control_group)
+        return values
+
+    def broadcast(self, value: T, src: int = 0) -> T:
+        """Rank ``src``'s picklable value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=src, group=self._control_group)
+        return box[0]
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
+        """Make ``tensors`` equal to rank ``src``'s, in place."""
+        works = [dist.broadcast(tensor, src=src, group=self.ddp_group, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.agree(0, "sum")
+
+
+def serve_store(timeout: timedelta) -> tuple[dist.Store, int]:
+    """A store for ranks of this machine, on a free port, served by this process; and its port."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    return store, store.port
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether ``error`` comes from a collective. Gloo raises bare RuntimeErrors that can only be told by their text."""
+    if isinstance(error, (dist.DistError, CommunicationError)):
+        return True
+    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "NCCL" in str(error))
+
+
+def _place() -> tuple[int, int, int, int]:
+    """(rank, world size, local rank, local world size) from the launcher's environment; a world of one without it."""
+    present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        return 0, 1, 0, 1
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in present]
+    if missing:
+        raise UsageError(
+            f"the environment sets {', '.join(present)} but not {', '.join(missing)}: the ranks were started by hand and "
+            "incompletely. Start them with `python -m safetrain`, torchrun, or unset these variables to run one process."
+        )
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not 0 <= rank < world_size:
+        raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}: one of them is wrong. Let a launcher set them.")
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def _choose_device(device: str, local_rank: int) -> torch.device:
+    """One GPU a rank where there are GPUs, else the CPU."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device={device!r}: allowed are auto, cpu, cuda (the rank's own index is added)")
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UsageError(
+            f"local rank {local_rank} has no GPU: {count} visible. Set launch.nproc_per_node={count} or device=cpu."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)

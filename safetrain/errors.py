@@ -1,0 +1,67 @@
+"""Every exception that safetrain raises.
+
+SafetrainError
+├── ConfigError            a key, a type or a value of the config; found before a process starts
+├── UsageError             the API used in a way that cannot train right; says what to do instead
+├── DataError              the data set or the loader cannot give what training needs
+├── CommunicationError     a collective failed: a peer is gone, or the ballot came back damaged
+├── RankFailed             this rank's user code failed; raised ``from`` the user's own exception
+├── PeerFailed             another rank failed; this rank stopped at the same step
+└── TrainingStopped        a policy's limit was reached; raised on all ranks at the same step
+
+SkipBatch                  raised by users: "leave this micro-batch out"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SafetrainError(Exception):
+    """The root of all errors that safetrain raises."""
+
+
+class ConfigError(SafetrainError, ValueError):
+    """A config value is wrong. The message names the key, the value and what is allowed."""
+
+
+class UsageError(SafetrainError):
+    """The API is used in a way that cannot train right."""
+
+
+class DataError(SafetrainError):
+    """A data set or a loader cannot give what training needs."""
+
+
+class CommunicationError(SafetrainError):
+    """A collective failed. As a rule its cause is on another rank: this rank is a victim."""
+
+
+class RankFailed(SafetrainError):
+    """User code failed on this rank; ``__cause__`` is the user's exception."""
+
+    def __init__(self, message: str, *, step: int, phase: str) -> None:
+        super().__init__(message)
+        self.step = step
+        self.phase = phase
+
+
+class PeerFailed(SafetrainError):
+    """User code failed on other ranks; this rank stopped at the same step."""
+
+    def __init__(self, message: str, *, ranks: Sequence[int], step: int) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.step = step
+
+
+class TrainingStopped(SafetrainError):
+    """A policy ended the job, on all ranks at the same step."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class SkipBatch(Exception):
+    """Raise it in a dataset, a collate function or ``training_step``: this micro-batch is to be left out."""
