@@ -1,0 +1,1 @@
+"""Hydra configs: train.yaml and its groups."""

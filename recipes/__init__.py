@@ -1,0 +1,1 @@
+"""One file a recipe: model, data, Trainer subclass. Recipes never import each other."""
