@@ -1,20 +1,20 @@
 """The schema of a run: every key, its type, its unit, and the checks that need no process.
 
-``Config.parse`` turns the plain data that Hydra composed into checked dataclasses. A ConfigError names the key, the value,
-what is allowed, and the nearest valid name. This module imports neither torch nor Hydra: a typo is answered at once.
+``Config.parse`` turns the plain data that Hydra composed into checked dataclasses. Neither torch nor Hydra is imported
+here: a typo is answered at once.
 """
 
 from __future__ import annotations
 
-import difflib
-import types
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, Self, Union, get_args, get_origin
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, Self, TypeVar
 
+from safetrain.checks import at_least, check_types, join_key, kind_of, more_than_zero, unknown_key
 from safetrain.errors import ConfigError
 
+T = TypeVar("T")
 Node = Mapping[str, Any]
 """A mapping with a ``_target_``: something that ``hydra.utils.instantiate`` builds."""
 
@@ -38,10 +38,11 @@ class Loop:
     """Weight (samples or tokens) of one full micro-batch; by default the loader's batch size."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "loop")
-        _at_least(self, "loop", 0, "epochs")
-        _at_least(self, "loop", 1, "max_steps", "accumulate", "log_every_steps", "validate_every_epochs", "nominal_weight")
-        _positive(self, "loop", "clip_norm", "clip_value")
+        check_types(self, "loop")
+        at_least(self, "loop", 0, "epochs")
+        at_least(self, "loop", 1, "max_steps", "accumulate", "nominal_weight")
+        at_least(self, "loop", 1, "log_every_steps", "validate_every_epochs")
+        more_than_zero(self, "loop", "clip_norm", "clip_value")
         if self.clip_norm is not None and self.clip_value is not None:
             raise ConfigError("loop.clip_norm and loop.clip_value are both set: keep one, set the other to null")
 
@@ -66,9 +67,9 @@ class Loader:
     """Longest wait for a batch from a loader process; 0 waits for ever."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "loader")
-        _at_least(self, "loader", 1, "batch_size", "val_batch_size", "prefetch_factor")
-        _at_least(self, "loader", 0, "num_workers", "timeout_s")
+        check_types(self, "loader")
+        at_least(self, "loader", 1, "batch_size", "val_batch_size", "prefetch_factor")
+        at_least(self, "loader", 0, "num_workers", "timeout_s")
         if self.prefetch_factor is not None and self.num_workers == 0:
             raise ConfigError(
                 f"loader.prefetch_factor={self.prefetch_factor} needs loader processes: set loader.num_workers >= 1, "
@@ -76,67 +77,121 @@ class Loader:
             )
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """``" Did you mean x?"``, or an empty string where nothing is near."""
-    match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
-    return f" Did you mean {match[0]}?" if match else ""
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How the ranks are started on this machine, and how long anything may wait."""
+
+    nproc_per_node: Literal["auto"] | int = "auto"
+    """Ranks; ``auto`` is one for each GPU, or two on a machine without."""
+    timeout_s: float = 1800
+    """Longest wait in a collective."""
+    grace_s: float = 3
+    """Time that a rank has to end after SIGTERM, before SIGKILL."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "launch")
+        if self.nproc_per_node != "auto":
+            at_least(self, "launch", 1, "nproc_per_node")
+        more_than_zero(self, "launch", "timeout_s")
+        at_least(self, "launch", 0, "grace_s")
 
 
-def _check_types(section: Any, where: str) -> None:
-    for name, hint in typing.get_type_hints(type(section)).items():
-        value = getattr(section, name)
-        if not _fits(value, hint):
-            raise ConfigError(f"{_join(where, name)}={value!r}: must be {_describe(hint)}, not {_kind(value)}")
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What to do when a step does not go as planned; see safetrain/policies.py."""
+
+    skip: Node
+    uneven: Node
+    non_finite: Node
+    out_of_memory: Node
+    unused: Node
+
+    def __post_init__(self) -> None:
+        for name in (item.name for item in fields(self)):
+            _check_node(getattr(self, name), f"policy.{name}")
 
 
-def _fits(value: object, hint: Any) -> bool:
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return any(_fits(value, member) for member in get_args(hint))
-    if origin is Literal:
-        return any(value == allowed and type(value) is type(allowed) for allowed in get_args(hint))
-    if hint is Any:
-        return True
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, origin or hint)
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run, resolved: what ``run_dir/config.yaml`` holds and every rank reads."""
+
+    name: str
+    run_dir: str
+    trainer: Node
+    model: Node | None = None
+    """None: the Trainer builds it in Python (``build_model``); the same for data, optimizer and scheduler."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """``train`` and ``val`` are built; other keys are there for interpolation (``${data.root}``)."""
+    optimizer: Mapping[str, Any] | None = None
+    """One node, or a mapping from a submodule's name to its node."""
+    scheduler: Mapping[str, Any] | None = None
+    loop: Loop = field(default_factory=Loop)
+    loader: Loader = field(default_factory=Loader)
+    precision: Node
+    strategy: Node
+    policy: Policy
+    observers: Mapping[str, Node | None] = field(default_factory=dict)
+    launch: Launch = field(default_factory=Launch)
+    env: Mapping[str, Any] = field(default_factory=dict)
+    """Environment variables of the ranks."""
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    metric: str | None = None
+    """The metric that a Hydra sweeper is told, such as ``val/accuracy``."""
+    vars: Mapping[str, Any] = field(default_factory=dict)
+    """Values of your own, for interpolation (``${vars.width}``)."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "")
+        for name in ("trainer", "model", "precision", "strategy"):
+            _check_node(getattr(self, name), name)
+        for name in ("train", "val"):
+            _check_node(self.data.get(name), f"data.{name}")
+        for name in ("optimizer", "scheduler"):
+            _check_nodes(getattr(self, name), name)
+        for name, node in self.observers.items():
+            _check_node(node, f"observers.{name}")
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Check plain data against the schema.
+
+        Raises:
+            ConfigError: a key is unknown or missing, or a value has the wrong type or is out of range.
+        """
+        return _parse(cls, values, "")
+
+    def to_plain(self) -> dict[str, Any]:
+        """Mappings, lists and scalars only; ``parse`` reads them back."""
+        return asdict(self)
 
 
-def _describe(hint: Any) -> str:
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_describe(member) for member in get_args(hint))
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "a mapping"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}.get(
-        hint, getattr(hint, "__name__", str(hint))
-    )
+def _parse(cls: type[T], values: object, where: str) -> T:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}={values!r}: must be a mapping, not {kind_of(values)}")
+    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]  # every caller passes a dataclass
+    for name in values:
+        if name not in known:
+            raise unknown_key(where, str(name), known)
+    missing = [n for n, item in known.items() if n not in values and item.default is item.default_factory is MISSING]
+    if missing:
+        raise ConfigError(f"{join_key(where, missing[0])} is missing")
+    hints = typing.get_type_hints(cls)
+    parsed = {n: _parse(hints[n], v, join_key(where, n)) if is_dataclass(hints[n]) else v for n, v in values.items()}
+    return cls(**parsed)
 
 
-def _kind(value: object) -> str:
-    return {
-        int: "a whole number", float: "a fraction", bool: "true or false", str: "text", type(None): "null",
-        dict: "a mapping", list: "a list",
-    }.get(type(value), type(value).__name__)  # fmt: skip
+def _check_node(node: Node | None, where: str) -> None:
+    if node is not None and not (isinstance(node, Mapping) and isinstance(node.get("_target_"), str)):
+        raise ConfigError(
+            f"{where}={node!r}: must be a mapping with a _target_ that names what to build, such as\n"
+            f"  {where}: {{_target_: package.module.Name, argument: value}}"
+        )
 
 
-def _at_least(section: Any, where: str, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not value >= least:
-            raise ConfigError(f"{_join(where, name)}={value}: must be at least {least}")
-
-
-def _positive(section: Any, where: str, *names: str) -> None:
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"{_join(where, name)}={value}: must be more than 0")
-
-
-def _join(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
+def _check_nodes(nodes: Mapping[str, Any] | None, where: str) -> None:
+    if nodes is None or "_target_" in nodes:
+        return _check_node(nodes, where)
+    for name, node in nodes.items():
+        _check_node(node, f"{where}.{name}")
+    return None

@@ -1,0 +1,93 @@
+"""Checks of single values, and their messages: the key, the value, what is allowed, the nearest valid name."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+from safetrain.errors import ConfigError
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """``" Did you mean x?"``, or an empty string where nothing is near."""
+    match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f" Did you mean {match[0]}?" if match else ""
+
+
+def unknown_key(where: str, name: str, valid: Iterable[str]) -> ConfigError:
+    """The error for a key that is not there."""
+    names = sorted(valid)
+    allowed = f" Allowed: {', '.join(names)}." if names else ""
+    return ConfigError(f"{join_key(where, name)}: no such key.{nearest(name, names)}{allowed}")
+
+
+def join_key(where: str, name: str) -> str:
+    """``where.name``, or ``name`` at the top."""
+    return f"{where}.{name}" if where else name
+
+
+def check_types(section: Any, where: str) -> None:
+    """Every field of a dataclass holds what its annotation says.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for name, hint in typing.get_type_hints(type(section)).items():
+        value = getattr(section, name)
+        if not _fits(value, hint):
+            raise ConfigError(f"{join_key(where, name)}={value!r}: must be {_describe(hint)}, not {kind_of(value)}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, member) for member in get_args(hint))
+    if origin is Literal:
+        return any(value == allowed and type(value) is type(allowed) for allowed in get_args(hint))
+    if hint is Any:
+        return True
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
+
+
+def _describe(hint: Any) -> str:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_describe(member) for member in get_args(hint))
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return "a mapping"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}.get(
+        hint, getattr(hint, "__name__", str(hint))
+    )
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in YAML's words."""
+    return {
+        int: "a whole number", float: "a fraction", bool: "true or false", str: "text", type(None): "null",
+        dict: "a mapping", list: "a list",
+    }.get(type(value), type(value).__name__)  # fmt: skip
+
+
+def at_least(section: Any, where: str, least: int, *names: str) -> None:
+    """These numbers, where given, are not below ``least``."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"{join_key(where, name)}={value}: must be at least {least}")
+
+
+def more_than_zero(section: Any, where: str, *names: str) -> None:
+    """These numbers, where given, are above zero."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"{join_key(where, name)}={value}: must be more than 0")
