@@ -1,0 +1,196 @@
+"""The loader of one rank, and the feed that the loop takes batches from.
+
+``build_loader`` gives any dataset or DataLoader the share of one rank (sampling.py, shares.py), seeds that differ where
+they must (seeding.py), and loader workers that die with their rank. ``Feed`` walks through it epoch by epoch and never
+raises what a dataset raises: an error is something that the ranks decide on together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from safetrain.batches import count_samples, move
+from safetrain.config import Loader
+from safetrain.errors import DataError, UsageError
+from safetrain.sampling import Place, Plan, plan_batches
+from safetrain.seeding import derive_seed
+from safetrain.shares import MapShare, StreamShare, start_worker
+
+__all__ = ["Feed", "Fetched", "build_loader", "count_samples", "move"]
+
+
+def build_loader(
+    data: Dataset[Any] | DataLoader[Any], options: Loader, *, rank: int, world_size: int, seed: int, train: bool
+) -> DataLoader[Any]:
+    """A loader of this rank's share of ``data``, for a ``Feed``.
+
+    A DataLoader given as ``data`` keeps its own settings; of ``options`` only ``drop_last`` applies to it. That says,
+    for map-style training data: leave out the samples (fewer than ``world_size``) that would make the ranks' shares differ.
+    A smaller last batch is another matter: it is kept unless the given DataLoader itself drops it.
+
+    An IterableDataset is read whole by every loader worker of every rank, each of which keeps its part of the samples.
+    Where that costs too much, or the dataset splits over ranks and workers on its own, it has a method
+    ``set_shard(shard, shards)``: called before each ``iter()``; all that then comes out of the dataset is used.
+
+    A dataset's ``set_epoch(epoch)`` is called before each epoch, here and in the process that reads it.
+
+    Raises:
+        DataError: no data, too few for the ranks, or a loader that can't be split over ranks; with the numbers.
+    """
+    place = Place(rank, world_size, seed, train)
+    if not 0 <= rank < world_size:
+        raise UsageError(f"build_loader: rank {rank} is not below world_size {world_size}")
+    given = data if isinstance(data, DataLoader) else _plain_loader(data, options, place)
+    _check_dataset(given.dataset, place)
+    if type(given).__iter__ is not DataLoader.__iter__:
+        raise DataError(
+            f"the {place.purpose} loader's class {type(given).__name__} iterates in its own way, which would be lost "
+            "when its data is split over ranks: hand over its dataset, or a plain torch.utils.data.DataLoader."
+        )
+    share: MapShare | StreamShare
+    if isinstance(given.dataset, IterableDataset):
+        plan = None
+        share = StreamShare(given.dataset, place, batch_size=given.batch_size, drop_last=given.drop_last and train)
+    else:
+        plan = plan_batches(given, place, drop_last=options.drop_last)
+        share = MapShare(given.dataset, place, batched=given.batch_sampler is not None, batch_size=plan.batch_size)
+    return DataLoader(
+        share,
+        batch_size=None,  # the share makes lists of samples, which the user's collate_fn turns into a batch
+        sampler=plan,
+        collate_fn=given.collate_fn,
+        num_workers=given.num_workers,
+        persistent_workers=given.persistent_workers,
+        prefetch_factor=given.prefetch_factor if given.num_workers else None,
+        pin_memory=given.pin_memory and torch.accelerator.is_available(),  # without one there is nothing to pin for
+        timeout=given.timeout,
+        worker_init_fn=partial(start_worker, given.worker_init_fn),
+        multiprocessing_context=given.multiprocessing_context,
+        generator=torch.Generator(),  # a loader must not draw from the generator that the model's dropout draws from
+        in_order=given.in_order,
+    )
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a feed gave: a batch (with its samples, where they can be counted), an error, or the epoch's end."""
+
+    batch: Any = None
+    samples: int | None = None
+    error: Exception | None = None
+    empty: bool = False
+
+
+class Feed:
+    """One rank's batches, epoch by epoch, on its device.
+
+    Attributes:
+        batch_size: samples of a full batch; None where the user's loader does not say.
+    """
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        """Take batches from a loader made by ``build_loader``."""
+        if not isinstance(loader.dataset, (MapShare, StreamShare)):
+            raise UsageError("Feed takes a loader made by build_loader: only that one knows its rank's share")
+        self._loader = loader
+        self._share = loader.dataset
+        self._plan = loader.sampler if isinstance(loader.sampler, Plan) else None
+        self._device = device
+        self._batches: Iterator[Any] | None = None
+        self._ahead: Fetched | None = None
+        self.batch_size: int | None = self._share.batch_size
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Batches of a whole epoch on this rank; None for streams, and for a sampler without a length."""
+        try:
+            return None if self._plan is None else len(self._plan)
+        except TypeError:
+            return None
+
+    @property
+    def order_digest(self) -> int | None:
+        """Of a rank-unaware sampler's order: must be equal on all ranks once an epoch has begun. None elsewhere."""
+        return None if self._plan is None else self._plan.order_digest
+
+    def begin_epoch(self, epoch: int, skip_batches: int = 0) -> None:
+        """Start an epoch, without its first ``skip_batches`` batches. Fetches the first batch ahead.
+
+        A map-style dataset is not asked for the skipped ones; a stream has to be read through them.
+        """
+        self._batches = self._ahead = None  # first: workers of an epoch left early go before new ones come
+        self._share.set_epoch(epoch)
+        if self._plan is not None:
+            self._plan.set_epoch(epoch, skip_batches)
+        assert self._loader.generator is not None
+        place = self._share.place
+        self._loader.generator.manual_seed(derive_seed(place.seed, "workers", place.rank, epoch))
+        self._batches = iter(self._loader)
+        if self._plan is None:
+            for _ in range(skip_batches):
+                self._fetch()
+        self.look_ahead()
+
+    def look_ahead(self) -> bool:
+        """Fetch one batch and keep it for ``take``: False when this rank has no more in this epoch."""
+        if self._ahead is None:
+            self._ahead = self._fetch()
+        return not self._ahead.empty
+
+    def take(self) -> Fetched:
+        """The next batch, on the device. What dataset, sampler, loader worker or move raised is in ``error``."""
+        fetched = self._ahead or self._fetch()
+        self._ahead = None
+        if fetched.empty or fetched.error is not None:
+            return fetched
+        try:
+            batch = move(fetched.batch, self._device, non_blocking=self._loader.pin_memory)
+            return Fetched(batch=batch, samples=count_samples(batch))
+        except Exception as error:  # noqa: BLE001 - handed on, so that all ranks decide on it (out of memory, mostly)
+            return Fetched(error=error)
+
+    def _fetch(self) -> Fetched:
+        if self._batches is None:
+            raise UsageError("Feed.begin_epoch(epoch) comes before the first batch")
+        try:
+            return Fetched(batch=next(self._batches))
+        except StopIteration:
+            return Fetched(empty=True)
+        except Exception as error:  # noqa: BLE001 - handed on, so that all ranks decide on it
+            return Fetched(error=error)
+
+
+def _plain_loader(dataset: Dataset[Any], options: Loader, place: Place) -> DataLoader[Any]:
+    """The DataLoader that a user would write for one process."""
+    _check_dataset(dataset, place)
+    workers = options.num_workers
+    stream = isinstance(dataset, IterableDataset)
+    return DataLoader(
+        dataset,
+        batch_size=options.batch_size if place.train else (options.val_batch_size or options.batch_size),
+        shuffle=options.shuffle and place.train and not stream,
+        num_workers=workers,
+        pin_memory=options.pin_memory,
+        prefetch_factor=options.prefetch_factor,
+        persistent_workers=options.persistent_workers and workers > 0,
+        timeout=options.timeout_s if workers else 0,  # there is nobody to wait for
+    )
+
+
+def _check_dataset(dataset: Any, place: Place) -> None:
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        return
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise DataError(
+            f"the {place.purpose} data is a {name}: allowed are a dataset with __getitem__ and __len__, "
+            "a torch.utils.data.IterableDataset, or a torch.utils.data.DataLoader of one of them"
+        )
+    if len(dataset) == 0:
+        raise DataError(f"the {place.purpose} dataset {name} is empty (0 samples): check where it looks for its files")

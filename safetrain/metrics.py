@@ -1,0 +1,208 @@
+"""Metrics over ranks, exactly: what one process would compute on all samples, to the last digit.
+
+Floating-point sums depend on their order, and an average of averages is wrong where ranks or batches differ in size. So a
+mean is kept as a sum and a weight, and a sum as the few doubles that add up to it without rounding (``exact_sum``); it is
+rounded once, when all ranks' parts are together. Log ratios such as F1 by their counts (``how="sum"``).
+
+Exact are the values as given: a per-sample tensor gives the same result however samples are spread over batches and ranks,
+the mean of a batch is only as good as the batch's own arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Literal, Protocol, TypeVar, get_args
+
+import torch
+
+from safetrain.errors import DataError, UsageError
+
+T = TypeVar("T")
+How = Literal["mean", "sum", "min", "max"]
+
+
+class Ranks(Protocol):
+    """What ``MetricLog`` needs of a ``Comm``."""
+
+    def gather(self, value: T, /) -> list[T]: ...
+    def sum_vector(self, values: Sequence[float], /) -> list[float]: ...
+
+
+@dataclass
+class _Entries:
+    """All that was logged under one name: scalars with their weights, and tensors of one value a sample."""
+
+    how: How
+    values: list[torch.Tensor] = field(default_factory=list)
+    weights: list[int | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One rank's part of a metric. ``terms``: an exact sum; for min and max the one value, if any."""
+
+    how: How
+    terms: list[float]
+    weight: int
+
+
+class MetricLog:
+    """Collects metrics on one rank; ``reduce`` makes them one over all ranks."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entries] = {}
+
+    def add(self, name: str, value: float | torch.Tensor, weight: int | None = None, how: How = "mean") -> None:
+        """Log a number, a scalar tensor or a 1-D tensor of one value a sample, without waiting for the device.
+
+        ``weight``: how many samples (or tokens) a mean stands for, 1 by default; a 1-D tensor brings its own, its length.
+
+        Raises:
+            UsageError: an unknown ``how``, one that differs from the name's before, a weight that means nothing, a shape.
+        """
+        if how not in get_args(How):
+            raise UsageError(f"log({name!r}, how={how!r}): allowed are {', '.join(get_args(How))}")
+        # A copy: the caller may go on to change its tensor in place, and a view would keep the whole batch alive.
+        kept = value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+        if kept.dim() > 1:
+            raise UsageError(f"log({name!r}): shape {tuple(kept.shape)}; give a number, a scalar, or one value a sample")
+        if weight is not None and (kept.dim() == 1 or how != "mean" or weight < 0):
+            raise UsageError(
+                f"log({name!r}, weight={weight}, how={how!r}): a weight, 0 or more, belongs to a scalar that is a mean"
+            )
+        entries = self._entries.setdefault(name, _Entries(how))
+        if entries.how != how:
+            raise UsageError(f"log({name!r}, how={how!r}): it was logged with how={entries.how!r} before; use two names")
+        entries.values.append(kept)
+        entries.weights.append(weight)
+
+    def names(self) -> tuple[str, ...]:
+        """The names logged on this rank since ``clear``, sorted."""
+        return tuple(sorted(self._entries))
+
+    def signature(self) -> tuple[str, ...]:
+        """Names with their ``how``, sorted: what must be equal on all ranks for ``sum_fast``."""
+        return tuple(f"{name}:{self._entries[name].how}" for name in self.names())
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    def reduce(self, comm: Ranks) -> dict[str, float]:
+        """Every metric over all ranks, the same on each. All ranks call it; one that logged less, or nothing, is welcome.
+
+        A mean without any weight is NaN. One gather of a few numbers a metric.
+
+        Raises:
+            UsageError: on all ranks, when a name has a different ``how`` on different ranks.
+        """
+        parts: dict[str, list[_Part]] = defaultdict(list)
+        for ranks_own in comm.gather({name: _summarise(entries) for name, entries in self._entries.items()}):
+            for name, part in ranks_own.items():
+                parts[name].append(part)
+        return {name: _merge(name, parts[name]) for name in sorted(parts)}
+
+    def sum_fast(self, comm: Ranks) -> dict[str, float]:
+        """``reduce`` in one all-reduce of doubles, for when all ranks' ``signature()`` is known to be equal.
+
+        Sums are rounded once a rank. Where a metric is a min or a max it falls back to ``reduce``.
+        """
+        if any(entries.how in ("min", "max") for entries in self._entries.values()):
+            return self.reduce(comm)
+        names = self.names()
+        parts = [_summarise(self._entries[name]) for name in names]
+        flat = comm.sum_vector([number for part in parts for number in (math.fsum(part.terms), float(part.weight))])
+        totals = zip(flat[::2], flat[1::2], strict=True)
+        return {
+            name: _mean(total, weight) if part.how == "mean" else total
+            for name, part, (total, weight) in zip(names, parts, totals, strict=True)
+        }
+
+
+def exact_sum(values: Iterable[float]) -> list[float]:
+    """Doubles that add up to the sum of ``values`` without rounding, largest first: ``math.fsum`` of them rounds once.
+
+    Mostly one or two. The same whatever the order of ``values``. Not finite: one term, as plain addition gives it.
+    """
+    given = list(values)
+    if not all(map(math.isfinite, given)):
+        return [sum(given)]
+    terms: list[float] = []
+    while (rest := math.fsum(chain(given, (-term for term in terms)))) != 0.0:
+        terms.append(rest)
+    return terms
+
+
+def in_dataset_order(parts: Sequence[Sequence[T]]) -> list[T]:
+    """Results of an evaluation, gathered from all ranks, in the order of the dataset; none is lost at the tail.
+
+    ``parts[r]`` holds rank r's results in the order it read its samples: r, r + ranks, r + 2 ranks, ...
+
+    Raises:
+        DataError: the parts' lengths are not those of such shares, so some rank's results are missing.
+    """
+    total = sum(map(len, parts))
+    expected = [len(range(rank, total, len(parts))) for rank in range(len(parts))]
+    if (lengths := [len(part) for part in parts]) != expected:
+        raise DataError(
+            f"the ranks gave {lengths} results; {total} samples would be spread as {expected}. One result a sample is needed, "
+            "in the loader's order."
+        )
+    return [parts[index % len(parts)][index // len(parts)] for index in range(total)]
+
+
+def _summarise(entries: _Entries) -> _Part:
+    values = _to_doubles(entries.values)
+    if entries.how in ("min", "max"):
+        return _Part(entries.how, _extreme(chain.from_iterable(values), entries.how), 0)
+    weights = [
+        len(numbers) if value.dim() else (1 if weight is None else weight)
+        for numbers, value, weight in zip(values, entries.values, entries.weights, strict=True)
+    ]
+    terms = (
+        number if value.dim() or entries.how == "sum" else number * weight
+        for numbers, value, weight in zip(values, entries.values, weights, strict=True)
+        for number in numbers
+    )
+    return _Part(entries.how, exact_sum(terms), sum(weights))
+
+
+def _merge(name: str, parts: list[_Part]) -> float:
+    hows = sorted({part.how for part in parts})
+    if len(hows) > 1:
+        raise UsageError(f"log({name!r}): ranks logged it with different how: {', '.join(hows)}; use one, or two names")
+    terms = chain.from_iterable(part.terms for part in parts)
+    if hows[0] in ("min", "max"):
+        return next(iter(_extreme(terms, hows[0])), math.nan)
+    total = math.fsum(exact_sum(terms))
+    return _mean(total, sum(part.weight for part in parts)) if hows[0] == "mean" else total
+
+
+def _mean(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan
+
+
+def _extreme(values: Iterable[float], how: How) -> list[float]:
+    """The least or the largest value in a list of one, NaN if any is; an empty list of none."""
+    given = list(values)
+    if any(map(math.isnan, given)):
+        return [math.nan]
+    return [min(given) if how == "min" else max(given)] if given else []
+
+
+def _to_doubles(tensors: Sequence[torch.Tensor]) -> list[list[float]]:
+    """Each tensor's numbers, read with one copy from the device per kind of tensor instead of one per tensor."""
+    kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        kinds[tensor.device, tensor.dtype].append(index)
+    numbers: list[list[float]] = [[] for _ in tensors]
+    for indices in kinds.values():
+        joined = torch.cat([tensors[index].reshape(-1) for index in indices]).cpu().double().tolist()
+        start = 0
+        for index in indices:
+            numbers[index] = joined[start : start + tensors[index].numel()]
+            start += tensors[index].numel()
+    return numbers

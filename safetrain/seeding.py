@@ -1,0 +1,79 @@
+"""Random numbers: which seed each rank, loader worker, epoch and batch draws from.
+
+Every seed is ``derive_seed(job seed, what it is for, numbers that tell it apart)``:
+
+    main process of a rank         ("process", rank)                  once, by ``seed_process``; never again per batch
+    batch read by a loader worker  ("batch", rank, epoch, number)     whichever worker reads it, however many there are
+    start of a loader worker       ("workers", rank, epoch) + worker  for ``worker_init_fn``; torch adds the worker id
+    collating a stream's batches   ("collate", rank, epoch, worker)   in a loader worker
+    stream that shards itself      ("stream", rank, epoch, worker)
+    stream that safetrain shards   ("stream", epoch)                  equal on all ranks: all must see one order
+    sampler that knows no ranks    ("order", epoch)                   likewise
+    DistributedSampler             the job's seed, to which it adds the epoch
+
+So two runs draw the same numbers, no two batches of a job share a seed, and in loader workers a resumed epoch draws
+what it would have drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def derive_seed(seed: int, *words: int | str) -> int:
+    """A seed in [0, 2^63) that depends on all arguments; near arguments give unrelated seeds."""
+    digest = hashlib.blake2b(repr((seed, *words)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def seed_process(seed: int, rank: int) -> None:
+    """Seed this rank's main process (random, numpy, torch on every device). Once a job, before the first batch."""
+    own = derive_seed(seed, "process", rank)
+    seed_generators(own)
+    torch.manual_seed(own)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the CPU generators that data code draws from: random, numpy's legacy one, torch's default one."""
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed is 10 times slower: it records its stack for CUDA
+
+
+class OwnRandom:
+    """Generators of its own for a piece of code that draws from the global ones.
+
+    Inside ``with``, random, numpy and torch (CPU) go on where that code left them; outside, nobody sees that it drew.
+    One ``with`` costs 0.5 ms, nearly all of it numpy's copying of its state.
+    """
+
+    def __init__(self, seed: int) -> None:
+        outside = _states()
+        seed_generators(seed)
+        self._other = _states()
+        _restore(outside)
+
+    def __enter__(self) -> None:
+        self._exchange()
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange()
+
+    def _exchange(self) -> None:
+        other, self._other = self._other, _states()
+        _restore(other)
+
+
+def _states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])

@@ -1,0 +1,110 @@
+"""Datasets as one rank reads them: what runs in the process that reads, a loader worker or the rank itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from safetrain.lifetime import die_with_parent
+from safetrain.sampling import Place, Work
+from safetrain.seeding import OwnRandom, derive_seed, seed_generators
+
+
+class MapShare(Dataset[Any]):
+    """A map-style dataset that is asked for ``Work`` instead of a key: it gives the samples of one batch.
+
+    In a loader worker each batch has a seed of its own, so that it is the same whichever worker reads it.
+    """
+
+    def __init__(self, source: Any, place: Place, *, batched: bool, batch_size: int | None) -> None:
+        self.source = source
+        self.place = place
+        self.batched = batched
+        self.batch_size = batch_size
+        self._epoch: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the dataset, if it wants it. A kept loader worker learns it from its next batch."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            _tell_epoch(self.source, epoch)
+
+    def __getitem__(self, work: Work) -> Any:
+        self.set_epoch(work.epoch)
+        if get_worker_info() is not None:
+            seed_generators(derive_seed(self.place.seed, "batch", self.place.rank, work.epoch, work.number))
+        try:
+            if not self.batched:
+                return self.source[work.keys]
+            whole_batch = getattr(self.source, "__getitems__", None)
+            return whole_batch(work.keys) if whole_batch else [self.source[key] for key in work.keys]
+        except StopIteration as error:  # would look like the end of the epoch
+            raise RuntimeError(f"{type(self.source).__name__}.__getitem__ raised StopIteration") from error
+
+
+class StreamShare(IterableDataset[Any]):
+    """An iterable dataset of which each loader worker of each rank gives its part, in lists of ``batch_size``."""
+
+    def __init__(self, source: IterableDataset[Any], place: Place, *, batch_size: int | None, drop_last: bool) -> None:
+        self.source = source
+        self.place = place
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # the one way to reach workers that are kept
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset here; its copies in loader workers are told before their next ``iter()``."""
+        self._epoch.fill_(epoch)
+        _tell_epoch(self.source, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, world_size, seed, _ = self.place
+        epoch = int(self._epoch)
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        if info is not None:
+            _tell_epoch(self.source, epoch)
+            seed_generators(derive_seed(seed, "collate", rank, epoch, worker))
+        # Ranks are numbered within workers: this way the ranks' parts differ by a sample a worker at most.
+        shard, shards = worker * world_size + rank, world_size * workers
+        if hasattr(self.source, "set_shard"):
+            self.source.set_shard(shard, shards)
+            return _Stream(self, OwnRandom(derive_seed(seed, "stream", rank, epoch, worker)), 0, 1)
+        return _Stream(self, OwnRandom(derive_seed(seed, "stream", epoch)), shard, shards)
+
+
+class _Stream(Iterator[Any]):
+    """Every ``shards``-th sample, in batches. Not a generator: one that raised an error once would be at its end."""
+
+    def __init__(self, share: StreamShare, own_random: OwnRandom, shard: int, shards: int) -> None:
+        self._share = share
+        self._own_random = own_random
+        with own_random:
+            self._samples = islice(iter(share.source), shard, None, shards)
+
+    def __next__(self) -> Any:
+        with self._own_random:
+            if self._share.batch_size is None:
+                return next(self._samples)
+            batch = list(islice(self._samples, self._share.batch_size))
+        if not batch or (self._share.drop_last and len(batch) < self._share.batch_size):
+            raise StopIteration
+        return batch
+
+
+def start_worker(users_own: Callable[[int], None] | None, worker: int) -> None:
+    """First thing in a loader worker: tie its life to the rank's, then call the user's ``worker_init_fn``."""
+    die_with_parent()
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.source)  # the user's code looks here for its own dataset
+    if users_own is not None:
+        users_own(worker)
+
+
+def _tell_epoch(source: Any, epoch: int) -> None:
+    if hasattr(source, "set_epoch"):
+        source.set_epoch(epoch)
