@@ -1,0 +1,63 @@
+"""safetrain: DDP training whose loop is safe by default.
+
+The names below are the public ones. They load on first use: a command line that has a typo need not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from safetrain.comm import Comm as Comm
+    from safetrain.config import Loader as Loader
+    from safetrain.config import Loop as Loop
+    from safetrain.contain import Loss as Loss
+    from safetrain.errors import CommunicationError as CommunicationError
+    from safetrain.errors import ConfigError as ConfigError
+    from safetrain.errors import DataError as DataError
+    from safetrain.errors import PeerFailed as PeerFailed
+    from safetrain.errors import RankFailed as RankFailed
+    from safetrain.errors import SafetrainError as SafetrainError
+    from safetrain.errors import SkipBatch as SkipBatch
+    from safetrain.errors import TrainingStopped as TrainingStopped
+    from safetrain.errors import UsageError as UsageError
+    from safetrain.observer import Event as Event
+    from safetrain.observer import Observer as Observer
+    from safetrain.observer import RunInfo as RunInfo
+    from safetrain.policies import Policies as Policies
+    from safetrain.reduction import DDPStrategy as DDPStrategy
+    from safetrain.trainer import Result as Result
+    from safetrain.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Comm": "comm",
+    "CommunicationError": "errors",
+    "ConfigError": "errors",
+    "DDPStrategy": "reduction",
+    "DataError": "errors",
+    "Event": "observer",
+    "Loader": "config",
+    "Loop": "config",
+    "Loss": "contain",
+    "Observer": "observer",
+    "PeerFailed": "errors",
+    "Policies": "policies",
+    "RankFailed": "errors",
+    "Result": "trainer",
+    "RunInfo": "observer",
+    "SafetrainError": "errors",
+    "SkipBatch": "errors",
+    "Trainer": "trainer",
+    "TrainingStopped": "errors",
+    "UsageError": "errors",
+}
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'safetrain' has no attribute {name!r}")
+    return getattr(import_module(f"safetrain.{_HOMES[name]}"), name)

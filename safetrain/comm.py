@@ -57,6 +57,11 @@ class Comm:
             cls._live = cls(device, timeout_s)
         return cls._live
 
+    @classmethod
+    def live(cls) -> Comm | None:
+        """What ``join`` returned, while this process takes part."""
+        return cls._live
+
     def __init__(self, device: str, timeout_s: float) -> None:
         self.rank, self.world_size, self.local_rank, self.local_world_size = _place()
         self.device = _choose_device(device, self.local_rank)
@@ -119,6 +124,14 @@ class Comm:
         works = [dist.broadcast(tensor, src=src, group=self.ddp_group, async_op=True) for tensor in tensors]
         for work in works:
             work.wait()
+
+    def post(self, key: str, text: str) -> None:
+        """Leave ``text`` in the store; waits for nobody."""
+        self.store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """What some rank posted under ``key``, or None; waits for nobody."""
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

@@ -138,3 +138,16 @@ class Policies:
     non_finite: NonFiniteSkip = field(default_factory=NonFiniteSkip)
     out_of_memory: OutOfMemorySkip = field(default_factory=OutOfMemorySkip)
     unused: UnusedZeros | UnusedStop = field(default_factory=UnusedZeros)
+
+    def drops(self, tally: Tally) -> str | None:
+        """Why all ranks drop this window before its optimizer step; None: they don't."""
+        if tally.out_of_memory:
+            return "out of memory"
+        if tally.skip and self.skip.drops(tally):
+            return "skip"
+        return None
+
+    def limit(self, reason: str) -> tuple[str, int]:
+        """The config key and the value of the limit on consecutive drops for ``reason``."""
+        name = {"skip": "skip", "out of memory": "out_of_memory", "non-finite gradient": "non_finite"}[reason]
+        return f"policy.{name}.max_consecutive", getattr(self, name).max_consecutive

@@ -1,0 +1,84 @@
+"""Optimizers and schedulers from what the user gave, and the check that together they train the model, all of it, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from safetrain.errors import UsageError
+
+ONLY = "optimizer"
+"""The name of an optimizer that is the only one."""
+
+
+def build_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
+    """Optimizers by name.
+
+    ``given`` is an Optimizer; or called with the model's parameters; or a mapping from the name of a submodule of ``model`` to
+    either of these, called with that submodule's parameters.
+    """
+    if isinstance(given, Mapping):
+        built = {}
+        for name, one in given.items():
+            try:
+                part = model.get_submodule(name)
+            except AttributeError as error:
+                parts = ", ".join(child for child, _ in model.named_children())
+                raise UsageError(f"optimizer {name!r}: the model has no submodule of that name; it has {parts}") from error
+            built[name] = _one_optimizer(one, part)
+        return built
+    return {ONLY: _one_optimizer(given, model)}
+
+
+def _one_optimizer(given: Optimizer | Callable[[Any], Optimizer], module: nn.Module) -> Optimizer:
+    if isinstance(given, Optimizer):
+        return given
+    if not callable(given):
+        raise UsageError(f"optimizer={given!r}: give a callable, such as functools.partial(torch.optim.SGD, lr=0.1)")
+    # frozen parameters too: they have no gradient, so nothing moves them, and they may be unfrozen later
+    return given(module.parameters())
+
+
+def build_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
+    """Schedulers by the name of their optimizer; ``given`` is called with each, or maps names to such callables."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        return {name: given(optimizer) for name, optimizer in optimizers.items()}
+    unknown = sorted(set(given) - set(optimizers))
+    if unknown:
+        raise UsageError(f"scheduler for {', '.join(unknown)}: there is no such optimizer; there are {', '.join(optimizers)}")
+    return {name: one(optimizers[name]) for name, one in given.items()}
+
+
+def check_optimizers(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
+    """Every trainable parameter of the model is in one optimizer, and every optimizer has only parameters of the model.
+
+    Raises:
+        UsageError: naming the parameter. One outside the model is never reduced: each rank would train its own.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[int, str] = {}
+    for optimizer_name, optimizer in optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise UsageError(
+                        f"optimizer {optimizer_name!r}, group {index}, trains a tensor of shape {tuple(parameter.shape)} that is not "
+                        "in the model: its gradient would never be averaged over ranks. Make it part of the model (a loss with "
+                        "parameters, too), and build optimizers from the model that safetrain was given."
+                    )
+                if id(parameter) in owners:
+                    raise UsageError(
+                        f"parameter {names[id(parameter)]} is in the optimizers {owners[id(parameter)]!r} and {optimizer_name!r}: "
+                        "it would be stepped twice"
+                    )
+                owners[id(parameter)] = optimizer_name
+    idle = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in owners]
+    if idle:
+        shown = ", ".join(idle[:8]) + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")
+        raise UsageError(f"in no optimizer: {shown}. Give them to one, or freeze them (requires_grad_(False))")

@@ -1,0 +1,87 @@
+"""What a window works with, and what both of its orders (train_then_vote.py, vote_then_train.py) share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from safetrain.ballot import Outcome, Vote, fingerprint
+from safetrain.comm import Comm
+from safetrain.contain import Loss, Share
+from safetrain.data import Feed
+from safetrain.errors import RankFailed, UsageError
+from safetrain.policies import Policies
+from safetrain.precision import Precision
+from safetrain.reduction import Reduction
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """The user's methods, and what he said outside them."""
+
+    training_step: Callable[[Any], Any]
+    accept_batch: Callable[[Any], bool]
+    batch_weight: Callable[[Any], int | None]
+    stop_wanted: Callable[[], bool]
+    log_names: Callable[[], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One rank's training machinery, finished."""
+
+    comm: Comm
+    reduction: Reduction
+    feed: Feed
+    user: UserCode
+    optimizers: Mapping[str, Optimizer]
+    precision: Precision
+    policies: Policies
+    accumulate: int  # micro-batches a window
+    nominal_weight: int  # weight of a full micro-batch
+
+    def training_step(self, batch: Any) -> Any:
+        """The user's step in the run's precision."""
+        with self.precision.autocast():
+            return self.user.training_step(batch)
+
+    def backward(self, loss: Loss, phase: str | None) -> None:
+        """Backward of a micro-batch's mean loss, weighted so that DDP's average over ranks comes out as the exact mean."""
+        losses = loss.value if isinstance(loss.value, Mapping) else {phase: loss.value}
+        for index, (name, value) in enumerate(losses.items()):
+            if loss.weight == self.nominal_weight:
+                scaled = value if self.accumulate == 1 else value / self.accumulate  # as a plain loop does, to the bit
+            else:
+                scaled = value * (int(loss.weight or 0) / (self.nominal_weight * self.accumulate))
+            inputs = None if name is None else self.trained_by(name)
+            self.precision.scale(scaled).backward(inputs=inputs, retain_graph=index < len(losses) - 1)
+
+    def trained_by(self, optimizer_name: str) -> list[torch.Tensor]:
+        """The trainable parameters of one optimizer."""
+        if optimizer_name not in self.optimizers:
+            raise UsageError(f"training_step names optimizer {optimizer_name!r}: there are {', '.join(self.optimizers)}")
+        groups = self.optimizers[optimizer_name].param_groups
+        return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+
+    def vote(self, step: int, applied_steps: int, share: Share) -> Vote:
+        """This rank's vote; a failure's words are left in the store, where the others find them after the vote."""
+        if share.outcome is Outcome.FAILED:
+            self.comm.post(f"failure/{step}/{self.comm.rank}", share.reason)
+        return Vote(
+            step=step,
+            applied_steps=applied_steps,
+            outcome=share.outcome,
+            weight=share.weight,
+            # between backward and the vote: the order of a plain loop, and hidden behind the buckets that are under way
+            more_data=self.feed.look_ahead(),
+            stop=self.user.stop_wanted(),
+            log_keys=fingerprint([*self.user.log_names(), *(name for name, _, _ in share.losses)]),
+        )
+
+    def failed(self, step: int, reason: str, phase: str) -> RankFailed:
+        """The error that says this rank failed."""
+        return RankFailed(f"rank {self.comm.rank} failed at step {step}: {reason}", step=step, phase=phase)

@@ -1,0 +1,73 @@
+"""What the loop tells its observers, and when: the metrics of the last windows at every logging interval."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from torch.optim import Optimizer
+
+from safetrain.comm import Comm
+from safetrain.metrics import MetricLog
+from safetrain.observer import Event, Observer, RunInfo
+from safetrain.window import WindowResult
+
+
+class Reporter:
+    """Fans out to the observers. Values are read (``.item()``) only at the logging interval."""
+
+    def __init__(
+        self, observers: Sequence[Observer], comm: Comm, optimizers: Mapping[str, Optimizer], log_every_steps: int
+    ) -> None:
+        self._observers, self._comm, self._optimizers = observers, comm, optimizers
+        self._log_every_steps = log_every_steps
+        self._skipped_steps = 0
+        self.restart_clock()
+
+    def start(self, run: RunInfo) -> None:
+        for observer in self._observers:
+            observer.start(run)
+
+    def restart_clock(self) -> None:
+        """Training goes on after something else: do not count that into the throughput."""
+        self._since, self._weight = time.perf_counter(), 0
+
+    def window(self, step: int, epoch: int, result: WindowResult, log: MetricLog) -> None:
+        """One window is done; ``step`` counts it. All ranks call it alike."""
+        self._weight += result.weight
+        if result.applied:
+            for name, value, weight in result.losses:
+                log.add(name, value, weight)
+        else:
+            self._skipped_steps += 1
+            self._tell(Event("skip", step, epoch, {"train/skipped_steps": self._skipped_steps}, result.dropped))
+        for observer in self._observers:
+            observer.step(step, epoch)
+        if step % self._log_every_steps == 0:
+            self._tell(Event("train", step, epoch, self._metrics(result, log)))
+            self.restart_clock()
+
+    def _metrics(self, result: WindowResult, log: MetricLog) -> dict[str, float]:
+        # the vote compared the names of an applied window; else ranks may have logged different ones
+        reduced = log.sum_fast(self._comm) if result.applied and result.same_log_keys else log.reduce(self._comm)
+        log.clear()
+        metrics = {f"train/{name}": value for name, value in reduced.items()}
+        for name, optimizer in self._optimizers.items():
+            suffix = "" if len(self._optimizers) == 1 else f"/{name}"
+            metrics[f"train/lr{suffix}"] = float(optimizer.param_groups[0]["lr"])
+        metrics["train/grad_norm"] = result.grad_norm
+        metrics["train/samples_per_s"] = self._weight / max(time.perf_counter() - self._since, 1e-9)
+        metrics["train/skipped_steps"] = float(self._skipped_steps)
+        return metrics
+
+    def validation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        self._tell(Event("validation", step, epoch, metrics))
+
+    def end(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        self._tell(Event("end", step, epoch, metrics))
+        for observer in self._observers:
+            observer.close()
+
+    def _tell(self, event: Event) -> None:
+        for observer in self._observers:
+            observer.event(event)

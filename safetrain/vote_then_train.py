@@ -1,0 +1,91 @@
+"""The order of a window where forward communicates (SyncBatchNorm, a static graph): the vote comes before any forward.
+
+Fewer policies hold here. What to leave out is decided by ``accept_batch``; a rank without data runs its last good batch
+with weight 0, only to take part; an exception, out of memory or ``None`` in forward or backward ends the job.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from safetrain.ballot import Outcome, Tally
+from safetrain.contain import Loss, Share, place_of
+from safetrain.data import Fetched
+from safetrain.errors import UsageError
+from safetrain.parts import Parts
+
+
+class VoteThenTrain:
+    """Every rank runs every forward of a window that the ranks have agreed to train on."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._spare_batch: Any = None
+
+    def collect(self, step: int, applied_steps: int, share: Share, phase: str | None) -> Tally:
+        """Vote on the window's batches, run them unless the vote drops them, and return the vote."""
+        parts = self._parts
+        batches = [parts.feed.take() for _ in range(parts.accumulate)]
+        weights = [self._accepted_weight(fetched, share) for fetched in batches]
+        share.weight = sum(weights)
+        if share.weight == 0 and self._spare_batch is None:
+            reason = "no data for its first window: it has nothing to take part in the forward with"
+            share.note(Outcome.FAILED, reason, "the data set", UsageError(reason))
+        tally = parts.reduction.vote_first(parts.vote(step, applied_steps, share))
+        if tally.failed or tally.weight == 0 or parts.policies.drops(tally):
+            return tally
+        self._spare_batch = next((f.batch for f, weight in zip(batches, weights) if weight), self._spare_batch)
+        parts.reduction.open_window()
+        for index, (fetched, weight) in enumerate(zip(batches, weights)):
+            self._micro_batch(step, fetched.batch if weight else self._spare_batch, weight, share, phase, index)
+        parts.reduction.unused()
+        parts.reduction.finish_voted()
+        return tally
+
+    def _accepted_weight(self, fetched: Fetched, share: Share) -> int:
+        """The weight this rank promises for a micro-batch; 0: none."""
+        if fetched.empty:
+            return 0
+        try:
+            if fetched.error is not None:
+                raise fetched.error
+            if self._parts.user.accept_batch(fetched.batch):
+                weight = self._parts.user.batch_weight(fetched.batch)
+                if weight is None:
+                    raise UsageError("can't tell how many samples this batch holds: override batch_weight(batch)")
+                share.note(Outcome.OK)
+                return weight
+        except Exception as error:  # any user error must become a vote, or the other ranks wait for ever
+            share.catch(error, "the data set" if error is fetched.error else "accept_batch")
+        else:
+            share.note(Outcome.SKIP, "accept_batch refused the batch", "accept_batch")
+        return 0
+
+    def _micro_batch(self, step: int, batch: Any, weight: int, share: Share, phase: str | None, index: int) -> None:
+        parts, losses = self._parts, list[Loss]()
+        parts.reduction.forward(
+            lambda: losses.append(self._must_succeed(step, batch, weight)),
+            first=index == 0,
+            last=index == parts.accumulate - 1,
+        )
+        parts.backward(losses[0], phase)
+        if weight:
+            share.log(losses[0])
+
+    def _must_succeed(self, step: int, batch: Any, weight: int) -> Loss:
+        """A step that must give a loss: other ranks are inside this forward's collectives, and nothing can end those for them."""
+        try:
+            returned = self._parts.training_step(batch)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error} at {place_of(error)}"
+            raise self._parts.failed(step, reason, "training_step") from error
+        loss = returned if isinstance(returned, Loss) else Loss(returned)
+        if not isinstance(loss.value, torch.Tensor) or not loss.value.requires_grad:
+            reason = "training_step gave no loss with a graph. Where forward communicates, leave batches out in accept_batch"
+            raise self._parts.failed(step, reason, "training_step")
+        if weight and loss.weight is not None and int(loss.weight) != weight:
+            reason = f"the loss has weight {int(loss.weight)}, but batch_weight(batch) voted {weight} before"
+            raise self._parts.failed(step, reason, "training_step")
+        return Loss(loss.value, weight)

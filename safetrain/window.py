@@ -1,0 +1,155 @@
+"""One window: N micro-batches, one reduction, one vote, one optimizer step.
+
+The ranks' shares are collected in one of two orders; what follows is decided from the tally alone, so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from safetrain.ballot import Outcome, Tally, Vote
+from safetrain.contain import Share
+from safetrain.errors import CommunicationError, PeerFailed, TrainingStopped
+from safetrain.parts import Parts
+from safetrain.precision import Clip
+from safetrain.train_then_vote import TrainThenVote
+from safetrain.vote_then_train import VoteThenTrain
+
+logger = logging.getLogger("safetrain")
+
+
+@dataclass(frozen=True, slots=True)
+class WindowResult:
+    """What one window did; all but ``losses`` is the same on every rank."""
+
+    applied: bool
+    dropped: str = ""  # why not applied, for people; empty where there simply was no data
+    weight: int = 0  # of all ranks
+    grad_norm: float = math.nan
+    epoch_ends: bool = False
+    stop: bool = False
+    same_log_keys: bool = False
+    losses: Sequence[tuple[str, torch.Tensor, int]] = ()  # of this rank: (name, detached mean, weight)
+
+
+class Window:
+    """Runs windows. ``applied_steps`` counts real optimizer steps."""
+
+    def __init__(self, parts: Parts, schedulers: Mapping[str, LRScheduler], clip: Clip) -> None:
+        self._parts, self._schedulers, self._clip = parts, schedulers, clip
+        self._order = VoteThenTrain(parts) if parts.reduction.votes_first else TrainThenVote(parts)
+        self._consecutive: Counter[str] = Counter()
+        self.applied_steps = 0
+
+    def begin_epoch(self, epoch: int, step: int) -> None:
+        """Start the data of an epoch; new modules in the model are noticed here."""
+        self._parts.feed.begin_epoch(epoch)
+        self._follow_layout(step, walk=True)
+
+    def run(self, step: int, phase: str | None = None) -> WindowResult:
+        """Run window number ``step``; with a ``phase``, only the optimizer of that name learns.
+
+        Raises:
+            RankFailed, PeerFailed: user code failed on this rank, on another.
+            TrainingStopped: a policy's limit is reached.
+            CommunicationError: the ranks no longer do the same.
+        """
+        self._follow_layout(step)
+        share = Share()
+        tally = self._order.collect(step, self.applied_steps, share, phase)
+        self._check_together(step, share, tally)
+        ends, stop = self._parts.policies.uneven.ends_epoch(tally), tally.stop > 0
+        dropped, grad_norm = self._apply_or_drop(step, share, tally, phase)
+        if dropped is not None:
+            return WindowResult(False, dropped, 0, grad_norm, ends, stop)
+        return WindowResult(True, "", tally.weight, grad_norm, ends, stop, tally.same_log_keys, share.losses)
+
+    def _apply_or_drop(self, step: int, share: Share, tally: Tally, phase: str | None) -> tuple[str | None, float]:
+        """(None, gradient norm) after a real optimizer step; else why there was none."""
+        parts = self._parts
+        if share.outcome in (Outcome.SKIP, Outcome.OUT_OF_MEMORY):
+            logger.warning("rank %d, step %d: %s", parts.comm.rank, step, share.reason)
+        reason = parts.policies.drops(tally)
+        if reason:
+            return self._drop(step, reason, tally), math.nan
+        if tally.weight == 0:
+            return "", math.nan
+        parts.reduction.drop_unused_everywhere(tally)
+        if share.left_out:  # what was left out must not stay in a running mean either
+            parts.reduction.restore_buffers()
+        optimizers = list(parts.optimizers.values()) if phase is None else [parts.optimizers[phase]]
+        factor = parts.comm.world_size * parts.nominal_weight * parts.accumulate / tally.weight
+        applied = parts.precision.step(optimizers, self._clip, factor)
+        if not applied.finite:
+            self._name_non_finite(step, share)
+            counts = not applied.scale_coming_down
+            return self._drop(step, "non-finite gradient", tally, counts=counts), applied.grad_norm
+        for name, scheduler in self._schedulers.items():
+            if phase is None or name == phase:
+                scheduler.step()
+        self.applied_steps += 1
+        self._consecutive.clear()
+        return None, applied.grad_norm
+
+    def _drop(self, step: int, reason: str, tally: Tally, *, counts: bool = True) -> str:
+        """Leave no trace of this window, on any rank; stop where the policy's limit is passed."""
+        parts = self._parts
+        parts.reduction.drop_gradients()
+        parts.reduction.restore_buffers()
+        who = "" if tally.troubled_rank is None else f" (rank {tally.troubled_rank})"
+        self._consecutive[reason] += counts
+        key, limit = parts.policies.limit(reason)
+        if self._consecutive[reason] > limit:
+            raise TrainingStopped(
+                f"stopped at step {step}: {reason}{who}, {self._consecutive[reason]} window(s) in a row, and "
+                f"{key}={limit} allows {limit}. The warnings before this say where it comes from.",
+                step=step,
+            )
+        return f"{reason}{who}"
+
+    def _name_non_finite(self, step: int, share: Share) -> None:
+        for name, value, _ in share.losses:
+            if not math.isfinite(float(value)):
+                logger.warning("rank %d, step %d: %s is %s", self._parts.comm.rank, step, name, float(value))
+
+    def _check_together(self, step: int, share: Share, tally: Tally) -> None:
+        """All ranks are at the same step, took the same optimizer steps, and none has failed."""
+        if tally.failed:
+            self._leave(step, share)
+        if not tally.same_step:
+            raise CommunicationError(f"rank {self._parts.comm.rank} is at step {step}, and the other ranks are not all there")
+        if not tally.same_applied_steps:
+            raise CommunicationError(
+                f"step {step}: rank {self._parts.comm.rank} has taken {self.applied_steps} optimizer steps, and the ranks differ in "
+                "that. Gradients were changed after their reduction, on some ranks only (an optimizer or parameter hook?)."
+            )
+
+    def _leave(self, step: int, share: Share) -> NoReturn:
+        """All ranks stop at this step: the culprit with its own exception, the others with the culprit's words."""
+        parts = self._parts
+        if share.outcome is Outcome.FAILED:
+            raise parts.failed(step, share.reason, share.phase) from share.error
+        reasons = {rank: parts.comm.read(f"failure/{step}/{rank}") for rank in range(parts.comm.world_size)}
+        failed = {rank: reason for rank, reason in reasons.items() if reason is not None}
+        text = "; ".join(f"rank {rank} failed at step {step}: {reason}" for rank, reason in failed.items())
+        raise PeerFailed(text, ranks=list(failed), step=step)
+
+    def _follow_layout(self, step: int, *, walk: bool = False) -> None:
+        """Where parameters were frozen, unfrozen or replaced, an empty window carries the news and all ranks wrap anew."""
+        parts = self._parts
+        if not parts.reduction.layout_changed(walk=walk):
+            return
+        tally = parts.reduction.announce_layout(
+            Vote(step=step, applied_steps=self.applied_steps, relayout=True), parts.accumulate
+        )
+        if tally.relayout < tally.world_size:
+            raise parts.failed(step, "its parameters were frozen, unfrozen or replaced, but not on all ranks", "training_step")
+        parts.reduction.rewrap()
