@@ -54,7 +54,7 @@ _HOMES = {
     "TrainingStopped": "errors",
     "UsageError": "errors",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,13 @@
 """Idea 3, agree: what a rank says once per optimizer step, and what all ranks read from the sum.
 
-A vote is a handful of small integers. They travel as fp32 words in the gradient of a parameter, so they are *averaged* by
-DDP (multiplied by 1/world, then summed); ``BallotBox`` knows how many bits of a word survive that exactly:
+A vote is a handful of small integers. They travel as fp32 words in the gradient of a parameter, so they are *averaged*
+by DDP (multiplied by 1/world, then summed); ``BallotBox`` knows how many bits of a word survive that exactly:
 
 - world a power of two: scaling is exact, and the sum is while it stays below 2**24;
 - else every term and every addition rounds by at most 2**-24, so the bound on the total error must stay below 1/4.
 
-Larger numbers are split into limbs of that width. A value x is equal on all n ranks exactly when n * sum(x²) == (sum x)².
+Larger numbers are split into limbs of that width. A value x is equal on all n ranks exactly when n * sum(x²) == (sum
+x)².
 """
 
 from __future__ import annotations
@@ -135,17 +136,23 @@ class BallotBox:
         world_size = self._world_size
         sums = [average * world_size for average in averages]
         words = [round(total) if total == total and abs(total) < 2**53 else -1 for total in sums]
-        if (words[0], words[1]) != (world_size, _SIGNATURE) or any(abs(t - w) > 0.25 for t, w in zip(sums, words)):
+        if (words[0], words[1]) != (world_size, _SIGNATURE) or any(
+            abs(t - w) > 0.25 for t, w in zip(sums, words, strict=True)
+        ):
             raise CommunicationError(
-                f"the vote of this step came back damaged on rank {self._rank}: the gradient reduction did not finish, or "
-                "another collective was paired with it. Look for a collective issued by user code on one rank only, and "
+                f"the vote of this step came back damaged on rank {self._rank}: the gradient reduction did not finish, "
+                f"or "
+                "another collective was paired with it. Look for a collective issued by user code on one rank only, "
+                "and "
                 "for a model that was moved, converted or re-registered inside the step."
             )
         no_data, skip, out_of_memory, failed, rank_sum = words[2:7]
         more_data, stop, relayout, completed, unused_changed = words[7:12]
         limbs = words[12 : 12 + self._limbs]
         compared = words[12 + self._limbs :]
-        same = [world_size * squares == total * total for total, squares in zip(compared[::2], compared[1::2])]
+        same = [
+            world_size * squares == total * total for total, squares in zip(compared[::2], compared[1::2], strict=True)
+        ]
         return Tally(
             world_size=world_size,
             weight=sum(limb << (self._bits * index) for index, limb in enumerate(limbs)),

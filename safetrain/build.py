@@ -1,7 +1,9 @@
-"""Optimizers and schedulers from what the user gave, and the check that together they train the model, all of it, once."""
+"""Optimizers and schedulers from what the user gave, and the check that together they train the model, all of it,
+once."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +20,8 @@ ONLY = "optimizer"
 def build_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
     """Optimizers by name.
 
-    ``given`` is an Optimizer; or called with the model's parameters; or a mapping from the name of a submodule of ``model`` to
-    either of these, called with that submodule's parameters.
+    ``given`` is an Optimizer; or called with the model's parameters; or a mapping from the name of a submodule of
+    ``model`` to either of these, called with that submodule's parameters.
     """
     if isinstance(given, Mapping):
         built = {}
@@ -28,7 +30,9 @@ def build_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
                 part = model.get_submodule(name)
             except AttributeError as error:
                 parts = ", ".join(child for child, _ in model.named_children())
-                raise UsageError(f"optimizer {name!r}: the model has no submodule of that name; it has {parts}") from error
+                raise UsageError(
+                    f"optimizer {name!r}: the model has no submodule of that name; it has {parts}"
+                ) from error
             built[name] = _one_optimizer(one, part)
         return built
     return {ONLY: _one_optimizer(given, model)}
@@ -43,16 +47,34 @@ def _one_optimizer(given: Optimizer | Callable[[Any], Optimizer], module: nn.Mod
     return given(module.parameters())
 
 
-def build_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
-    """Schedulers by the name of their optimizer; ``given`` is called with each, or maps names to such callables."""
+def build_schedulers(
+    given: Any, optimizers: Mapping[str, Optimizer], total_steps: int | None
+) -> dict[str, LRScheduler]:
+    """Schedulers by the name of their optimizer; ``given`` is called with each, or maps names to such callables.
+
+    One that takes ``total_steps`` (as OneCycleLR does) and was not given it gets the run's.
+    """
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        return {name: given(optimizer) for name, optimizer in optimizers.items()}
+        return {name: _one_scheduler(given, optimizer, total_steps) for name, optimizer in optimizers.items()}
     unknown = sorted(set(given) - set(optimizers))
     if unknown:
-        raise UsageError(f"scheduler for {', '.join(unknown)}: there is no such optimizer; there are {', '.join(optimizers)}")
-    return {name: one(optimizers[name]) for name, one in given.items()}
+        raise UsageError(
+            f"scheduler for {', '.join(unknown)}: there is no such optimizer; there are {', '.join(optimizers)}"
+        )
+    return {name: _one_scheduler(one, optimizers[name], total_steps) for name, one in given.items()}
+
+
+def _one_scheduler(given: Callable[..., LRScheduler], optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
+    wanted = inspect.signature(given).parameters.get("total_steps")
+    if wanted is None or wanted.default not in (None, inspect.Parameter.empty):
+        return given(optimizer)
+    if total_steps is not None:
+        return given(optimizer, total_steps=total_steps)
+    if wanted.default is None:
+        return given(optimizer)
+    raise UsageError("the scheduler needs total_steps, and the data has no length: set loop.max_steps")
 
 
 def check_optimizers(optimizers: Mapping[str, Optimizer], model: nn.Module) -> None:
@@ -68,17 +90,22 @@ def check_optimizers(optimizers: Mapping[str, Optimizer], model: nn.Module) -> N
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     raise UsageError(
-                        f"optimizer {optimizer_name!r}, group {index}, trains a tensor of shape {tuple(parameter.shape)} that is not "
-                        "in the model: its gradient would never be averaged over ranks. Make it part of the model (a loss with "
+                        f"optimizer {optimizer_name!r}, group {index}, trains a tensor of shape "
+                        f"{tuple(parameter.shape)} that is not "
+                        "in the model: its gradient would never be averaged over ranks. Make it part of the model (a "
+                        "loss with "
                         "parameters, too), and build optimizers from the model that safetrain was given."
                     )
                 if id(parameter) in owners:
                     raise UsageError(
-                        f"parameter {names[id(parameter)]} is in the optimizers {owners[id(parameter)]!r} and {optimizer_name!r}: "
+                        f"parameter {names[id(parameter)]} is in the optimizers {owners[id(parameter)]!r} and "
+                        f"{optimizer_name!r}: "
                         "it would be stepped twice"
                     )
                 owners[id(parameter)] = optimizer_name
-    idle = [name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in owners]
+    idle = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in owners
+    ]
     if idle:
         shown = ", ".join(idle[:8]) + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")
         raise UsageError(f"in no optimizer: {shown}. Give them to one, or freeze them (requires_grad_(False))")

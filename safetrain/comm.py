@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from safetrain.errors import CommunicationError, UsageError
 
@@ -40,7 +41,7 @@ class Comm:
     local_world_size: int
     device: torch.device
     ddp_group: dist.ProcessGroup
-    store: dist.Store
+    store: Store
 
     _live: Comm | None = None
 
@@ -63,7 +64,7 @@ class Comm:
         return cls._live
 
     def __init__(self, device: str, timeout_s: float) -> None:
-        self.rank, self.world_size, self.local_rank, self.local_world_size = _place()
+        self.rank, self.world_size, self.local_rank, self.local_world_size = launcher_place()
         self.device = _choose_device(device, self.local_rank)
         timeout = timedelta(seconds=timeout_s)
         self._owns_default_group = not dist.is_initialized()
@@ -73,12 +74,12 @@ class Comm:
                 dist.init_process_group(backend, timeout=timeout)
             else:
                 # a store in memory: one process needs no port and can collide with nobody
-                dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+                dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
         elif (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.ddp_group = dist.new_group(timeout=timeout)
         self._control_group = dist.new_group(timeout=timeout, backend="gloo")
-        self.store = dist.PrefixStore("safetrain", dist.distributed_c10d._get_default_store())
+        self.store = PrefixStore("safetrain", dist.distributed_c10d._get_default_store())
 
     def leave(self) -> None:
         """Destroy the groups; only on the clean path, when every rank comes here (on a failure it can itself hang)."""
@@ -87,7 +88,8 @@ class Comm:
             dist.destroy_process_group()
 
     def agree(self, value: T, how: How) -> T:
-        """The same value on every rank: ``any``/``all`` of booleans, ``min``/``max``/``sum`` of numbers. All ranks must call it."""
+        """The same value on every rank: ``any``/``all`` of booleans, ``min``/``max``/``sum`` of numbers. All ranks must
+        call it."""
         if how != "sum" and how not in _OPS:
             raise UsageError(f"agree(how={how!r}): allowed are any, all, min, max, sum")
         exact = isinstance(value, (bool, int))
@@ -138,9 +140,9 @@ class Comm:
         self.agree(0, "sum")
 
 
-def serve_store(timeout: timedelta) -> tuple[dist.Store, int]:
+def serve_store(timeout: timedelta) -> tuple[Store, int]:
     """A store for ranks of this machine, on a free port, served by this process; and its port."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     return store, store.port
 
 
@@ -151,7 +153,7 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "NCCL" in str(error))
 
 
-def _place() -> tuple[int, int, int, int]:
+def launcher_place() -> tuple[int, int, int, int]:
     """(rank, world size, local rank, local world size) from the launcher's environment; a world of one without it."""
     present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
     if "RANK" not in present and "WORLD_SIZE" not in present:
@@ -159,12 +161,16 @@ def _place() -> tuple[int, int, int, int]:
     missing = [name for name in _LAUNCHER_VARIABLES if name not in present]
     if missing:
         raise UsageError(
-            f"the environment sets {', '.join(present)} but not {', '.join(missing)}: the ranks were started by hand and "
-            "incompletely. Start them with `python -m safetrain`, torchrun, or unset these variables to run one process."
+            f"the environment sets {', '.join(present)} but not {', '.join(missing)}: the ranks were started by hand "
+            f"and "
+            "incompletely. Start them with `python -m safetrain`, torchrun, or unset these variables to run one "
+            "process."
         )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not 0 <= rank < world_size:
-        raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}: one of them is wrong. Let a launcher set them.")
+        raise UsageError(
+            f"RANK={rank} is not below WORLD_SIZE={world_size}: one of them is wrong. Let a launcher set them."
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     return rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 

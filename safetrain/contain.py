@@ -50,7 +50,9 @@ class Share:
     error: Exception | None = None
     phase: str = ""
     left_out: bool = False  # some micro-batch of it was left out
-    losses: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)  # (name, detached mean, weight), for the log
+    losses: list[tuple[str, torch.Tensor, int]] = field(
+        default_factory=list
+    )  # (name, detached mean, weight), for the log
 
     @property
     def spoiled(self) -> bool:
@@ -95,10 +97,11 @@ class Share:
 
 
 def run_training_step(step: Callable[[Any], Any], batch: Any, samples: int | None, share: Share) -> Loss | None:
-    """The user's loss for one micro-batch, checked, with its weight filled in; None where there is nothing to train on."""
+    """The user's loss for one micro-batch, checked, with its weight filled in; None where there is nothing to train
+    on."""
     try:
         loss = check_loss(step(batch), samples)
-    except Exception as error:  # any user error must become a vote, or the other ranks wait for ever
+    except Exception as error:  # noqa: BLE001  # any user error must become a vote, or the other ranks wait for ever
         share.catch(error, "training_step")
         return None
     if isinstance(loss, str):
@@ -121,7 +124,9 @@ def check_loss(returned: Any, samples: int | None) -> Loss | str:
     values = loss.value.values() if isinstance(loss.value, Mapping) else (loss.value,)
     for value in values:
         if not isinstance(value, torch.Tensor):
-            raise UsageError(f"training_step returned {type(value).__name__}: return a scalar tensor, None or safetrain.Loss")
+            raise UsageError(
+                f"training_step returned {type(value).__name__}: return a scalar tensor, None or safetrain.Loss"
+            )
         if value.numel() != 1:
             raise UsageError(f"training_step returned a loss of shape {tuple(value.shape)}: return its mean, a scalar")
         if not value.requires_grad:

@@ -45,7 +45,8 @@ def evaluate(
                     raise fetched.error
                 with precision.autocast():
                     step_fn(fetched.batch)
-            except Exception as error:  # the other ranks must hear of it, or they wait for this one's metrics
+            except Exception as error:  # noqa: BLE001
+                # the other ranks must hear of it, or they wait for this one's metrics
                 share.catch(error, "validation_step")
                 share.error = error
     model.train(was_training)

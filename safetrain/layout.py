@@ -1,7 +1,7 @@
 """What DDP was built for: which tensors train, and which buffers there are.
 
-DDP looks at ``requires_grad`` once, when it wraps. A parameter frozen later is never reduced (the next forward raises), one
-unfrozen or replaced later trains on local gradients without a word. So the loop compares before every window.
+DDP looks at ``requires_grad`` once, when it wraps. A parameter frozen later is never reduced (the next forward raises),
+one unfrozen or replaced later trains on local gradients without a word. So the loop compares before every window.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ParameterLayout:
         self._modules = [(module._parameters, len(module._parameters)) for module in model.modules()]
         self._count = sum(1 for _ in model.parameters())
         self._slots = [
-            (module._parameters, key, parameter, parameter.requires_grad)
+            (module._parameters, key, parameter, parameter is not None and parameter.requires_grad)
             for module in model.modules()
             for key, parameter in module._parameters.items()
         ]
@@ -45,14 +45,18 @@ class ParameterLayout:
             return True
         storages = [p.data_ptr() for _, p in self.trained]
         if storages != self._storages:
-            for (name, p), (dtype, device) in zip(self.trained, self._kinds):
+            for (name, p), (dtype, device) in zip(self.trained, self._kinds, strict=True):
                 if (p.dtype, p.device) != (dtype, device):
                     raise UsageError(
-                        f"parameter {name} was {dtype} on {device} when training began and is now {p.dtype} on {p.device}: "
+                        f"parameter {name} was {dtype} on {device} when training began and is now {p.dtype} on "
+                        f"{p.device}: "
                         "move and convert the model before fit(), the optimizer and DDP hold on to what they were given"
                     )
             # new storage alone (an EMA swap through .data) leaves the hooks in place
-            if any(get_gradient_edge(p).node is not edge.node for (_, p), edge in zip(self.trained, self.edges)):
+            if any(
+                get_gradient_edge(p).node is not edge.node
+                for (_, p), edge in zip(self.trained, self.edges, strict=True)
+            ):
                 return True
             self._storages = storages
         return False
@@ -63,10 +67,13 @@ class ParameterLayout:
 
 
 class BufferGuard:
-    """Remembers a model's buffers so that a dropped window leaves no trace in them (a NaN batch in a running mean, say)."""
+    """Remembers a model's buffers so that a dropped window leaves no trace in them (a NaN batch in a running mean,
+    say)."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots = [(m._buffers, key) for m in model.modules() for key, buffer in m._buffers.items() if buffer is not None]
+        self._slots = [
+            (m._buffers, key) for m in model.modules() for key, buffer in m._buffers.items() if buffer is not None
+        ]
         self._noted: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 

@@ -50,7 +50,8 @@ class Parts:
             return self.user.training_step(batch)
 
     def backward(self, loss: Loss, phase: str | None) -> None:
-        """Backward of a micro-batch's mean loss, weighted so that DDP's average over ranks comes out as the exact mean."""
+        """Backward of a micro-batch's mean loss, weighted so that DDP's average over ranks comes out as the exact
+        mean."""
         losses = loss.value if isinstance(loss.value, Mapping) else {phase: loss.value}
         for index, (name, value) in enumerate(losses.items()):
             if loss.weight == self.nominal_weight:
@@ -63,7 +64,9 @@ class Parts:
     def trained_by(self, optimizer_name: str) -> list[torch.Tensor]:
         """The trainable parameters of one optimizer."""
         if optimizer_name not in self.optimizers:
-            raise UsageError(f"training_step names optimizer {optimizer_name!r}: there are {', '.join(self.optimizers)}")
+            raise UsageError(
+                f"training_step names optimizer {optimizer_name!r}: there are {', '.join(self.optimizers)}"
+            )
         groups = self.optimizers[optimizer_name].param_groups
         return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 

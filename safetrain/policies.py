@@ -7,7 +7,7 @@ Every decision is taken from the tally (see ballot.py), which is the same on all
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from safetrain.ballot import Tally
 from safetrain.errors import ConfigError
@@ -16,8 +16,12 @@ from safetrain.errors import ConfigError
 class SkipPolicy(Protocol):
     """Some ranks ask to leave a micro-batch out."""
 
-    max_consecutive: int
-    uses_offered_loss: bool  # a loss given together with the request may still be used
+    uses_offered_loss: ClassVar[bool]  # a loss given together with the request may still be used
+
+    @property
+    def max_consecutive(self) -> int:
+        """How many windows in a row may be dropped."""
+        ...
 
     def drops(self, tally: Tally) -> bool:
         """Whether all ranks drop the whole window."""
@@ -45,7 +49,7 @@ class _Limited:
 class SkipAny(_Limited):
     """One rank asks, all ranks skip the window: nobody trains on less than the whole batch."""
 
-    uses_offered_loss = False
+    uses_offered_loss: ClassVar[bool] = False
 
     def drops(self, tally: Tally) -> bool:
         return tally.skip > 0
@@ -55,7 +59,7 @@ class SkipAny(_Limited):
 class SkipPartial(_Limited):
     """Only the asking rank's micro-batch is left out; what remains is weighted exactly."""
 
-    uses_offered_loss = False
+    uses_offered_loss: ClassVar[bool] = False
 
     def drops(self, tally: Tally) -> bool:
         return tally.weight == 0
@@ -63,9 +67,10 @@ class SkipPartial(_Limited):
 
 @dataclass(frozen=True)
 class SkipAll(_Limited):
-    """Skip the window only when every rank asks. Else a loss offered with the request (``Loss(..., skip=True)``) is used."""
+    """Skip the window only when every rank asks. Else a loss offered with the request (``Loss(..., skip=True)``) is
+    used."""
 
-    uses_offered_loss = True
+    uses_offered_loss: ClassVar[bool] = True
 
     def drops(self, tally: Tally) -> bool:
         return tally.skip == tally.world_size
@@ -89,7 +94,8 @@ class UnevenContinue:
 
 @dataclass(frozen=True)
 class NonFiniteSkip(_Limited):
-    """A gradient is infinite or NaN: drop the window. A loss scale that is still coming down does not count as consecutive."""
+    """A gradient is infinite or NaN: drop the window. A loss scale that is still coming down does not count as
+    consecutive."""
 
     max_consecutive: int = 10
 

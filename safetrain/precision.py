@@ -1,7 +1,8 @@
 """Number formats, and the order of an optimizer step: scale → backward → unscale → weigh → clip → step → update.
 
-Gradients are clipped after unscaling, on every rank alike (under DDP they are equal already: clipping communicates nothing).
-A window that the ranks dropped never reaches the scaler, so ``unscale_`` is never left without its ``update``.
+Gradients are clipped after unscaling, on every rank alike (under DDP they are equal already: clipping communicates
+nothing). A window that the ranks dropped never reaches the scaler, so ``unscale_`` is never left without its
+``update``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Precision:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def step(self, optimizers: Sequence[Optimizer], clip: Clip, factor: float) -> Applied:
-        """One step of every optimizer, unless a gradient is not finite: then of none, on any rank (gradients are equal).
+        """One step of every optimizer, unless a gradient is not finite: then of none, on any rank (gradients are
+        equal).
 
         ``factor`` makes the reduced gradients the exact weighted mean; 1.0 as a rule, and then nothing is multiplied.
         """
@@ -100,14 +102,16 @@ class BF16(Precision):
 
 
 class FP16(Precision):
-    """Autocast to float16 with a loss scale that halves on overflow and doubles after ``growth_interval`` good steps."""
+    """Autocast to float16 with a loss scale that halves on overflow and doubles after ``growth_interval`` good
+    steps."""
 
     dtype = torch.float16
 
     def __init__(self, init_scale: float = 65536.0, growth_interval: int = 2000) -> None:
         if init_scale <= 0 or growth_interval < 1:
             raise ConfigError(
-                f"precision.init_scale={init_scale} must be above 0, growth_interval={growth_interval} at least 1 (steps)"
+                f"precision.init_scale={init_scale} must be above 0, growth_interval={growth_interval} at least 1 "
+                f"(steps)"
             )
         self._init_scale, self._growth_interval = init_scale, growth_interval
 

@@ -1,8 +1,8 @@
 """Ideas 1 and 2: the DDP wrap, and the backward of its own with which every rank ends the reduction itself.
 
 DDP waits until each trainable parameter has had a gradient on each rank. After the user's backward, however it went,
-``complete`` fires what has not fired: the ballot, and a zero gradient for each parameter that got none. The ballot is never part
-of the user's loss, so something is always left to fire, even where backward broke after the last parameter.
+``complete`` fires what has not fired: the ballot, and a zero gradient for each parameter that got none. The ballot is
+never part of the user's loss, so something is always left to fire, even where backward broke after the last parameter.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class DDPStrategy:
         bucket_cap_mb: size of a gradient bucket in MiB; the smaller, the earlier reduction starts, the more calls.
         gradient_as_bucket_view: gradients live in the buckets: one copy less.
         broadcast_buffers: before each synchronising forward, buffers are made equal to rank 0's.
-        static_graph: torch's optimisation for graphs that never change. Incompatible with completion: the vote then comes first.
-        comm_hook: compress gradients to ``bf16`` or ``fp16`` on the wire; None: as they are.
-        sync_batchnorm: turn BatchNorm into SyncBatchNorm (GPU only). Its forward communicates: the vote then comes first.
-        forward_communicates: the model's own forward issues collectives: the vote then comes first.
+        static_graph: torch's optimisation for graphs that never change. Incompatible with completion: the vote then
+        comes first. comm_hook: compress gradients to ``bf16`` or ``fp16`` on the wire; None: as they are.
+        sync_batchnorm: turn BatchNorm into SyncBatchNorm (GPU only). Its forward communicates: the vote then comes
+        first. forward_communicates: the model's own forward issues collectives: the vote then comes first.
         compile: ``model.compile()`` before the wrap.
     """
 
@@ -74,7 +74,8 @@ class StepModule(nn.Module):
         self.model = model
 
     def forward(self, run: Callable[[], None]) -> None:
-        # user code that leaves gradients switched off would make DDP skip its preparation for backward, on this rank only
+        # user code that leaves gradients switched off would make DDP skip its preparation for backward, on this rank
+        # only
         with torch.enable_grad():
             run()
 
@@ -84,7 +85,9 @@ class Reduction:
 
     def __init__(self, model: nn.Module, comm: Comm, strategy: DDPStrategy) -> None:
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-            raise UsageError("the model is already wrapped in DistributedDataParallel: give the bare model, safetrain wraps it")
+            raise UsageError(
+                "the model is already wrapped in DistributedDataParallel: give the bare model, safetrain wraps it"
+            )
         self.model, self._comm, self._strategy = model, comm, strategy
         self.votes_first = strategy.votes_first or any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
         self._rides = (
@@ -108,7 +111,7 @@ class Reduction:
             self._step_module,
             device_ids=None if device.type == "cpu" else [device.index],
             process_group=self._comm.ddp_group,
-            bucket_cap_mb=strategy.bucket_cap_mb,  # type: ignore[arg-type]  # torch takes any number
+            bucket_cap_mb=strategy.bucket_cap_mb,  # torch takes any number
             gradient_as_bucket_view=strategy.gradient_as_bucket_view,
             static_graph=strategy.static_graph,
             **_buffer_argument(strategy.broadcast_buffers),
@@ -125,8 +128,9 @@ class Reduction:
         mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in self._layout.trained]
         for rank, theirs in enumerate(self._comm.gather(mine)):
             if theirs != mine:
+                difference = _first_difference(mine, theirs)
                 raise UsageError(
-                    f"ranks {self._comm.rank} and {rank} would train different parameters: {_first_difference(mine, theirs)}. "
+                    f"ranks {self._comm.rank} and {rank} would train different parameters: {difference}. "
                     "Build the model from the config alone, the same on every rank."
                 )
         if not mine:
@@ -175,14 +179,15 @@ class Reduction:
         wanted = None if among is None else {id(parameter) for parameter in among}
         return [
             name
-            for (name, parameter), unused in zip(self._layout.trained, self._unused)
+            for (name, parameter), unused in zip(self._layout.trained, self._unused, strict=True)
             if unused and (wanted is None or id(parameter) in wanted)
         ]
 
     def complete(self, vote: Vote) -> Tally:
         """End the reduction on this rank and return what all ranks voted.
 
-        ``unused`` must have been called before. Raises CommunicationError where the ranks' reductions do not fit together.
+        ``unused`` must have been called before. Raises CommunicationError where the ranks' reductions do not fit
+        together.
         """
         vote.completed = any(self._unused)
         vote.unused_changed = vote.completed and self._unused != self._compared_unused
@@ -211,8 +216,8 @@ class Reduction:
     def _fire(self, words: torch.Tensor) -> None:
         """Give the ballot its words, and a zero gradient to every parameter whose DDP hook has not fired.
 
-        The gradients go in at the graph nodes that DDP hooked at the wrap: these fire also where user code has frozen the
-        parameter meanwhile, or converted it to and fro and so given it a new node.
+        The gradients go in at the graph nodes that DDP hooked at the wrap: these fire also where user code has frozen
+        the parameter meanwhile, or converted it to and fro and so given it a new node.
         """
         missing = self._not_fired()
         torch.autograd.backward(
@@ -223,14 +228,15 @@ class Reduction:
     def _not_fired(self) -> list[int]:
         """Indices of the parameters without a gradient from the synchronising micro-batch.
 
-        With one micro-batch a window: those without any. With more: those whose gradient is the same tensor, unmodified, as
-        before the last backward (``_version`` counts in-place changes; a scan costs 0.1 µs a parameter, a hook 0.8 µs).
+        With one micro-batch a window: those without any. With more: those whose gradient is the same tensor,
+        unmodified, as before the last backward (``_version`` counts in-place changes; a scan costs 0.1 µs a parameter,
+        a hook 0.8 µs).
         """
         if self._before_last is None:
             return [i for i, parameter in enumerate(self._parameters) if parameter.grad is None]
         return [
             i
-            for i, (parameter, (gradient, version)) in enumerate(zip(self._parameters, self._before_last))
+            for i, (parameter, (gradient, version)) in enumerate(zip(self._parameters, self._before_last, strict=True))
             if parameter.grad is None or (parameter.grad is gradient and gradient._version == version)
         ]
 
@@ -247,7 +253,7 @@ class Reduction:
             users = self._comm.sum_vector([not unused for unused in self._unused])
             self._unused_everywhere = [count == 0 for count in users]
             self._compared_unused = self._unused
-        for parameter, nowhere in zip(self._parameters, self._unused_everywhere):
+        for parameter, nowhere in zip(self._parameters, self._unused_everywhere, strict=True):
             if nowhere:
                 parameter.grad = None
 
@@ -265,7 +271,7 @@ class Reduction:
         self._comm.broadcast_tensors(list(self.model.buffers()))
 
 
-def _buffer_argument(broadcast_buffers: bool) -> dict[str, bool]:
+def _buffer_argument(broadcast_buffers: bool) -> dict[str, Any]:
     """DDP's argument for not synchronising buffers before forward; torch renamed it in 2.13."""
     if broadcast_buffers:
         return {}
@@ -274,7 +280,7 @@ def _buffer_argument(broadcast_buffers: bool) -> dict[str, bool]:
 
 
 def _first_difference(mine: Sequence[Any], theirs: Sequence[Any]) -> str:
-    for a, b in zip(mine, theirs):
+    for a, b in zip(mine, theirs, strict=False):
         if a != b:
             return f"{a} against {b}"
     return f"{len(mine)} against {len(theirs)} parameters"

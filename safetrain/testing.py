@@ -75,7 +75,7 @@ def _collect(pipes: dict[int, Connection], deadline: float) -> tuple[dict[int, A
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            errors.update({rank: "still running at the time limit" for rank in waiting.values()})
+            errors.update(dict.fromkeys(waiting.values(), "still running at the time limit"))
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -93,7 +93,13 @@ def _collect(pipes: dict[int, Connection], deadline: float) -> tuple[dict[int, A
 
 
 def _rank_main(
-    sender: Connection, rank: int, world_size: int, port: int, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
+    sender: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout_s: float,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
@@ -103,7 +109,7 @@ def _rank_main(
     try:
         comm = Comm.join(device="cpu", timeout_s=timeout_s)
         message = pickle.dumps((True, fn(comm, *args)))
-    except BaseException:  # whatever it is, the parent raises it
+    except BaseException:  # noqa: BLE001  # whatever it is, the parent raises it
         message = pickle.dumps((False, traceback.format_exc()))
     sender.send_bytes(message)
     sender.close()

@@ -53,7 +53,8 @@ class TrainThenVote:
     def _backward(self, loss: Loss, share: Share, phase: str | None) -> None:
         try:
             self._parts.backward(loss, phase)
-        except Exception as error:  # any user error must become a vote, or the other ranks wait for ever
+        except Exception as error:  # noqa: BLE001
+            # any user error must become a vote, or the other ranks wait for ever
             if isinstance(error, SkipBatch):  # too late: part of its gradients are in
                 error = UsageError(f"SkipBatch was raised during backward at {place_of(error)}: raise it before")
             share.catch(error, "backward")
@@ -69,13 +70,15 @@ class TrainThenVote:
         names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
         if parts.policies.unused.stops:
             error = UsageError(
-                f"no gradient for {names}. Use them in the loss, freeze them (requires_grad_(False)), or set policy/unused=zeros"
+                f"no gradient for {names}. Use them in the loss, freeze them (requires_grad_(False)), or set "
+                f"policy/unused=zeros"
             )
             share.note(Outcome.FAILED, str(error), "backward", error)
         elif tuple(unused) not in self._warned_unused:
             self._warned_unused.add(tuple(unused))
             logger.warning(
-                "rank %d, step %d: no gradient for %s. It counts as zero where another rank has one, and is left alone where "
+                "rank %d, step %d: no gradient for %s. It counts as zero where another rank has one, and is left alone "
+                "where "
                 "none has. If it is meant to train, use it in the loss; if not, freeze it (requires_grad_(False)).",
                 parts.comm.rank, step, names,
             )  # fmt: skip

@@ -64,13 +64,18 @@ class Trainer:
     """
 
     phases: Sequence[str] = ()
-    """Names of optimizers that take turns, one window each; ``self.phase`` says whose turn it is. Empty: all at once."""
+    """Names of optimizers that take turns, one window each; ``self.phase`` says whose turn it is. Empty: all at
+    once."""
 
     # filled in by fit()
     comm: Comm
     model: nn.Module
+    _reduction: Reduction
+    _reporter: Reporter
+    _val_feed: Feed | None
     optimizers: dict[str, Optimizer]
     schedulers: dict[str, LRScheduler]
+    total_steps: int | None  # optimizer steps of the whole run; None where the data has no length
     phase: str | None = None
     step: int = 0
     epoch: int = 0
@@ -96,7 +101,9 @@ class Trainer:
         config_text: str = "",
     ) -> None:
         if type(self).training_step is Trainer.training_step:
-            raise UsageError(f"{type(self).__name__} has no training_step(self, batch): write one that returns the loss")
+            raise UsageError(
+                f"{type(self).__name__} has no training_step(self, batch): write one that returns the loss"
+            )
         self._given_model, self._given_train_data, self._given_val_data = model, train_data, val_data
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self.loop, self.loader = loop or Loop(), loader or Loader()
@@ -111,7 +118,8 @@ class Trainer:
     # --- what a user overrides --------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any) -> torch.Tensor | Loss | Mapping[str, torch.Tensor] | None:
-        """The mean loss of a micro-batch (scalar); or None, ``raise SkipBatch``, a ``Loss``, or ``{optimizer name: loss}``."""
+        """The mean loss of a micro-batch (scalar); or None, ``raise SkipBatch``, a ``Loss``, or ``{optimizer name:
+        loss}``."""
         raise NotImplementedError
 
     def validation_step(self, batch: Any) -> None:
@@ -144,7 +152,7 @@ class Trainer:
 
     def build_schedulers(self) -> dict[str, LRScheduler]:
         """Schedulers by the name of their optimizer."""
-        return build_schedulers(self._given_scheduler, self.optimizers)
+        return build_schedulers(self._given_scheduler, self.optimizers, self.total_steps)
 
     # --- what a user calls ------------------------------------------------------------------------------------------
 
@@ -175,9 +183,9 @@ class Trainer:
             while self.epoch < self.loop.epochs and not self._finished():
                 self.on_epoch_start()
                 self._train_epoch(window)
-                self.epoch += 1
-                if self._val_feed is not None and self.epoch % self.loop.validate_every_epochs == 0:
+                if self._val_feed is not None and (self.epoch + 1) % self.loop.validate_every_epochs == 0:
                     self.metrics |= self.validate()
+                self.epoch += 1
             result = Result(self.step, self.epoch, window.applied_steps, dict(self.metrics))
             self._reporter.end(self.step, self.epoch, result.metrics)
         return result
@@ -236,7 +244,6 @@ class Trainer:
         self._reduction = Reduction(self.model, comm, self.strategy)
         self.optimizers = self.build_optimizers()
         check_optimizers(self.optimizers, self.model)
-        self.schedulers = self.build_schedulers()
         self.precision.prepare(comm.device)
         place: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size, "seed": self.seed}
         feed = Feed(build_loader(self.build_train_data(), options, train=True, **place), comm.device)
@@ -245,7 +252,10 @@ class Trainer:
             None if val_data is None else Feed(build_loader(val_data, options, train=False, **place), comm.device)
         )
         self._reporter = Reporter(self.observers, comm, self.optimizers, self.loop.log_every_steps)
-        self._reporter.start(self._describe(feed))
+        run = self._describe(feed)
+        self._reporter.start(run)
+        self.total_steps = comm.agree(run.total_steps or 0, "max") or None
+        self.schedulers = self.build_schedulers()
         seed_process(self.seed, comm.rank)
         parts = Parts(
             comm=comm,
@@ -282,7 +292,7 @@ class Trainer:
             parameters=sum(parameter.numel() for parameter in self.model.parameters()),
         )
 
-    def _need(self, what: str, given: T | None) -> T:
+    def _need(self, what: str, given: Any) -> Any:
         if given is None:
             raise UsageError(f"{type(self).__name__} has no {what}: give {what}=..., or override build_{what}")
         return given

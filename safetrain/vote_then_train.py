@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from safetrain.ballot import Outcome, Tally
-from safetrain.contain import Loss, Share, place_of
+from safetrain.contain import Loss, Share
 from safetrain.data import Fetched
 from safetrain.errors import UsageError
 from safetrain.parts import Parts
@@ -36,9 +36,11 @@ class VoteThenTrain:
         tally = parts.reduction.vote_first(parts.vote(step, applied_steps, share))
         if tally.failed or tally.weight == 0 or parts.policies.drops(tally):
             return tally
-        self._spare_batch = next((f.batch for f, weight in zip(batches, weights) if weight), self._spare_batch)
+        self._spare_batch = next(
+            (f.batch for f, weight in zip(batches, weights, strict=True) if weight), self._spare_batch
+        )
         parts.reduction.open_window()
-        for index, (fetched, weight) in enumerate(zip(batches, weights)):
+        for index, (fetched, weight) in enumerate(zip(batches, weights, strict=True)):
             self._micro_batch(step, fetched.batch if weight else self._spare_batch, weight, share, phase, index)
         parts.reduction.unused()
         parts.reduction.finish_voted()
@@ -57,7 +59,8 @@ class VoteThenTrain:
                     raise UsageError("can't tell how many samples this batch holds: override batch_weight(batch)")
                 share.note(Outcome.OK)
                 return weight
-        except Exception as error:  # any user error must become a vote, or the other ranks wait for ever
+        except Exception as error:  # noqa: BLE001
+            # any user error must become a vote, or the other ranks wait for ever
             share.catch(error, "the data set" if error is fetched.error else "accept_batch")
         else:
             share.note(Outcome.SKIP, "accept_batch refused the batch", "accept_batch")
@@ -75,7 +78,8 @@ class VoteThenTrain:
             share.log(losses[0])
 
     def _must_succeed(self, step: int, batch: Any, weight: int) -> Loss:
-        """A step that must give a loss: other ranks are inside this forward's collectives, and nothing can end those for them."""
+        """A step that must give a loss: other ranks are inside this forward's collectives, and nothing can end those
+        for them."""
         try:
             returned = self._parts.training_step(batch)
         except Exception as error:
@@ -83,7 +87,9 @@ class VoteThenTrain:
             raise self._parts.failed(step, reason, "training_step") from error
         loss = returned if isinstance(returned, Loss) else Loss(returned)
         if not isinstance(loss.value, torch.Tensor) or not loss.value.requires_grad:
-            reason = "training_step gave no loss with a graph. Where forward communicates, leave batches out in accept_batch"
+            reason = (
+                "training_step gave no loss with a graph. Where forward communicates, leave batches out in accept_batch"
+            )
             raise self._parts.failed(step, reason, "training_step")
         if weight and loss.weight is not None and int(loss.weight) != weight:
             reason = f"the loss has weight {int(loss.weight)}, but batch_weight(batch) voted {weight} before"

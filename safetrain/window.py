@@ -1,6 +1,7 @@
 """One window: N micro-batches, one reduction, one vote, one optimizer step.
 
-The ranks' shares are collected in one of two orders; what follows is decided from the tally alone, so that all ranks decide alike.
+The ranks' shares are collected in one of two orders; what follows is decided from the tally alone, so that all ranks
+decide alike.
 """
 
 from __future__ import annotations
@@ -125,11 +126,15 @@ class Window:
         if tally.failed:
             self._leave(step, share)
         if not tally.same_step:
-            raise CommunicationError(f"rank {self._parts.comm.rank} is at step {step}, and the other ranks are not all there")
+            raise CommunicationError(
+                f"rank {self._parts.comm.rank} is at step {step}, and the other ranks are not all there"
+            )
         if not tally.same_applied_steps:
             raise CommunicationError(
-                f"step {step}: rank {self._parts.comm.rank} has taken {self.applied_steps} optimizer steps, and the ranks differ in "
-                "that. Gradients were changed after their reduction, on some ranks only (an optimizer or parameter hook?)."
+                f"step {step}: rank {self._parts.comm.rank} has taken {self.applied_steps} optimizer steps, and the "
+                f"ranks differ in "
+                "that. Gradients were changed after their reduction, on some ranks only (an optimizer or parameter "
+                "hook?)."
             )
 
     def _leave(self, step: int, share: Share) -> NoReturn:
@@ -143,7 +148,8 @@ class Window:
         raise PeerFailed(text, ranks=list(failed), step=step)
 
     def _follow_layout(self, step: int, *, walk: bool = False) -> None:
-        """Where parameters were frozen, unfrozen or replaced, an empty window carries the news and all ranks wrap anew."""
+        """Where parameters were frozen, unfrozen or replaced, an empty window carries the news and all ranks wrap
+        anew."""
         parts = self._parts
         if not parts.reduction.layout_changed(walk=walk):
             return
@@ -151,5 +157,7 @@ class Window:
             Vote(step=step, applied_steps=self.applied_steps, relayout=True), parts.accumulate
         )
         if tally.relayout < tally.world_size:
-            raise parts.failed(step, "its parameters were frozen, unfrozen or replaced, but not on all ranks", "training_step")
+            raise parts.failed(
+                step, "its parameters were frozen, unfrozen or replaced, but not on all ranks", "training_step"
+            )
         parts.reduction.rewrap()
