@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from safetrain.ballot import Outcome, Tally
-from safetrain.contain import Loss, Share
+from safetrain.contain import Loss, Share, place_of
 from safetrain.data import Fetched
 from safetrain.errors import UsageError
 from safetrain.parts import Parts
