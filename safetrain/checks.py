@@ -17,11 +17,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f" Did you mean {match[0]}?" if match else ""
 
 
-def unknown_key(where: str, name: str, valid: Iterable[str]) -> ConfigError:
-    """The error for a key that is not there."""
+def unknown_key(where: str, name: str, valid: Iterable[str], asked: str = "") -> ConfigError:
+    """The error for a key that is not there; ``asked`` is how it was asked for, if more is known than the key."""
     names = sorted(valid)
     allowed = f" Allowed: {', '.join(names)}." if names else ""
-    return ConfigError(f"{join_key(where, name)}: no such key.{nearest(name, names)}{allowed}")
+    return ConfigError(f"{asked or join_key(where, name)}: no such key.{nearest(name, names)}{allowed}")
 
 
 def join_key(where: str, name: str) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Self, TypeVar
 
+from omegaconf import OmegaConf
+
 from safetrain.checks import at_least, check_types, join_key, kind_of, more_than_zero, unknown_key
 from safetrain.errors import ConfigError
 
@@ -143,6 +145,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_types(self, "")
+        at_least(self, "", 0, "seed")
         for name in ("trainer", "model", "precision", "strategy"):
             _check_node(getattr(self, name), name)
         for name in ("train", "val"):
@@ -164,6 +167,15 @@ class Config:
     def to_plain(self) -> dict[str, Any]:
         """Mappings, lists and scalars only; ``parse`` reads them back."""
         return asdict(self)
+
+    def to_yaml(self) -> str:
+        """The text of ``run_dir/config.yaml``; ``from_yaml`` reads it back."""
+        return OmegaConf.to_yaml(OmegaConf.create(self.to_plain()))
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        """What ``to_yaml`` wrote. OmegaConf's YAML, since plain YAML reads 1e-4 as text."""
+        return cls.parse(OmegaConf.to_container(OmegaConf.create(text), resolve=False))  # type: ignore[arg-type]
 
 
 def _parse(cls: type[T], values: object, where: str) -> T:

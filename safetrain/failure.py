@@ -220,8 +220,8 @@ def _how(ended: Exit) -> str:
         )
     if ended.code < 0:
         return (
-            f"{process} was ended by {signal.Signals(-ended.code).name}: a crash in native code, or a signal from outside. "
-            "Its log may hold a stack."
+            f"{process} was ended by {signal.Signals(-ended.code).name}: a crash in native code, or a signal "
+            "from outside. Its log may hold a stack."
         )
     if ended.code == 0:
         return f"{process} left with exit code 0 before the others were done: look for os._exit in your code."

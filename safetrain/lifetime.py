@@ -7,22 +7,29 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from multiprocessing.context import ForkServerProcess
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere nothing is done).
+    """End this process at once when the one that started it is gone. Call it first thing in the child.
 
-    Call it first thing in a child of ``multiprocessing``. A parent that died before the call is noticed, too. A child
-    of a fork server is killed with the server, which ends with the process that started it.
+    On Linux the kernel does it. A fork server stands between parent and child, and lives while the child does: there, and on
+    other systems, a thread waits for the end of the parent (only in children of ``multiprocessing``, which know it).
     """
-    if sys.platform != "linux":
-        return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     parent = multiprocessing.parent_process()
-    by_server = isinstance(multiprocessing.current_process(), ForkServerProcess)
-    if parent is not None and not by_server and os.getppid() != parent.pid:
-        os._exit(1)
+    by_server = sys.platform == "linux" and isinstance(multiprocessing.current_process(), ForkServerProcess)
+    if sys.platform == "linux" and not by_server:
+        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        if parent is not None and os.getppid() != parent.pid:  # it died before the call
+            os._exit(1)
+    elif parent is not None:
+        threading.Thread(target=_die_after, args=(parent,), name="die_with_parent", daemon=True).start()
+
+
+def _die_after(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)

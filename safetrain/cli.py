@@ -1,0 +1,209 @@
+"""The command line: a job's config is composed and checked once, here, and then ranks are started on it.
+
+    python -m safetrain                     lists the recipes
+    python -m safetrain recipe=NAME ...     composes, checks, launches; in a sweep (-m) for one job after the other
+    torchrun ... -m safetrain recipe=NAME   rank 0 composes and checks, all ranks train
+
+Exit codes: 0 all went well, 1 training failed, 2 config or use is wrong, 128 + n signal n ended it (Ctrl-C: 130).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetrain.catalog import recipes
+from safetrain.checks import nearest
+from safetrain.errors import ConfigError, SafetrainError, UsageError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from safetrain.config import Config
+
+OK, FAILED, WRONG = 0, 1, 2
+
+
+class TrainingFailed(SafetrainError):
+    """Ranks failed; the message is the whole story."""
+
+
+@dataclass
+class Job:
+    """One training job of this command, for the table at the end of a sweep."""
+
+    overrides: str
+    run_dir: str = ""
+    metric: float | None = None
+    exit_code: int = OK
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do what the command line says; returns the exit code."""
+    try:
+        if "RANK" not in os.environ and not arguments:
+            print(list_recipes())
+            return OK
+        from safetrain.launch import has_launcher  # from here on, imports take seconds
+
+        return _as_rank(arguments) if has_launcher() else _as_launcher()
+    except (ConfigError, UsageError) as error:
+        _complain(error)
+        return WRONG
+
+
+def list_recipes() -> str:
+    """The text that ``python -m safetrain`` prints."""
+    found = recipes()
+    width = max((len(recipe.name) for recipe in found), default=0)
+    lines = [f"  {r.name:<{width}}  {r.about}{'' if r.shipped else f'  (./recipe/{r.name}.yaml)'}" for r in found]
+    name = found[0].name if found else "NAME"
+    hints = {f"recipe={name}": "train", f"recipe={name} --cfg job": "print what will run", "--help": "all choices"}
+    commands = [f"  python -m safetrain {arguments:<{len(name) + 18}} {what}" for arguments, what in hints.items()]
+    return "\n".join(["Recipes:", *(lines or ["  none; write ./recipe/NAME.yaml"]), "", *commands])
+
+
+def _as_launcher() -> int:
+    """Compose, and start ranks for each job."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from safetrain.compose import for_each_job, resolve
+    from safetrain.launch import Interrupted
+
+    jobs: list[Job] = []
+
+    def run(composed: DictConfig) -> float | None:
+        jobs.append(job := Job(" ".join(HydraConfig.get().overrides.task)))
+        try:
+            config = resolve(composed)
+            job.run_dir = _shown(Path(config.run_dir))
+            job.metric = train(config)
+        except Interrupted as signal:
+            _complain(f"Interrupted by {signal}; no rank is left. Run directory: {job.run_dir}")
+            raise SystemExit(signal.exit_code) from None  # no Exception: it ends a sweep, too
+        except SafetrainError as error:
+            job.exit_code = WRONG if isinstance(error, (ConfigError, UsageError)) else FAILED
+            _complain(error)
+            raise
+        return job.metric
+
+    try:
+        for_each_job(run)
+    except SafetrainError:
+        if not jobs:  # else it was told when it happened
+            raise
+    if len(jobs) > 1:
+        print("\n".join(_table(jobs)))
+    return next((job.exit_code for job in jobs if job.exit_code != OK), OK)
+
+
+def train(config: Config) -> float | None:
+    """Run one job on ranks of its own; returns the configured metric.
+
+    Raises:
+        ConfigError: it asks for more than this machine has, or the metric was never logged.
+        TrainingFailed: a rank failed.
+        Interrupted: a signal ended it.
+    """
+    from safetrain.failure import summary
+    from safetrain.launch import launch, number_of_ranks
+
+    ranks, run_dir = number_of_ranks(config), Path(config.run_dir)
+    _prepare(config)
+    print(f"{config.name}: {ranks} rank{'s' if ranks > 1 else ''}, {_shown(run_dir)}", flush=True)
+    env = {name: str(value) for name, value in config.env.items()}
+    ended = launch(run_dir / "config.yaml", ranks, grace_s=config.launch.grace_s, env=env)
+    result = run_dir / "result.json"
+    if not ended.ok or not result.exists():
+        story = summary(run_dir, ranks, ended.exits)
+        (run_dir / "failure.txt").write_text(story)
+        raise TrainingFailed(story)
+    metrics = json.loads(result.read_text())["metrics"]
+    if config.metric is None:
+        return None
+    if config.metric not in metrics:
+        names = ", ".join(sorted(metrics)) or "none"
+        raise ConfigError(f"metric={config.metric}: was not logged.{nearest(config.metric, metrics)} Logged: {names}.")
+    return float(metrics[config.metric])
+
+
+def _as_rank(arguments: Sequence[str]) -> int:
+    """A rank that another launcher started: rank 0 composes for all."""
+    from safetrain.config import Config
+    from safetrain.launch import Handover
+
+    handover = Handover()
+    if handover.rank == 0:
+        text = ""
+        try:
+            text = _compose_for_ranks(arguments)
+        except SystemExit as leave:  # --help, or an argument that Hydra refused
+            handover.end(leave.code if isinstance(leave.code, int) else OK)
+            raise
+        except (ConfigError, UsageError):
+            handover.end(WRONG)
+            raise
+        if not text:
+            handover.end(OK)
+            return OK
+        handover.give(text)
+    config = Config.from_yaml(text if handover.rank == 0 else handover.take())
+    os.environ.update({name: str(value) for name, value in config.env.items()})
+    from safetrain.worker import run
+
+    run(config, tells=True)
+    return OK
+
+
+def _compose_for_ranks(arguments: Sequence[str]) -> str:
+    """The config of the one job, as YAML; empty where there is none, such as for ``--cfg job``."""
+    if not arguments:
+        print(list_recipes())
+        return ""
+    if {"-m", "--multirun"} & set(arguments):
+        raise UsageError(
+            "a sweep needs a launcher of its own for each job: run `python -m safetrain -m ...` without torchrun"
+        )
+    from safetrain.compose import for_each_job, resolve
+
+    configs: list[Config] = []
+    for_each_job(lambda composed: configs.append(resolve(composed)))
+    for config in configs:
+        _prepare(config)
+        print(f"{config.name}: {os.environ['WORLD_SIZE']} ranks, {_shown(Path(config.run_dir))}", flush=True)
+    return configs[0].to_yaml() if configs else ""
+
+
+def _prepare(config: Config) -> None:
+    """Write ``config.yaml``; remove what an earlier job, told to use the same directory, would be mistaken for."""
+    run_dir = Path(config.run_dir)
+    shutil.rmtree(run_dir / "failures", ignore_errors=True)
+    for stale in ("failure.txt", "result.json"):
+        (run_dir / stale).unlink(missing_ok=True)
+    (run_dir / "config.yaml").write_text(config.to_yaml())
+
+
+def _table(jobs: Sequence[Job]) -> list[str]:
+    width = max(len(job.overrides) for job in jobs)
+    return ["", *(f"{job.overrides:<{width}}  {_outcome(job)}  {job.run_dir}".rstrip() for job in jobs)]
+
+
+def _outcome(job: Job) -> str:
+    if job.exit_code != OK:
+        return {FAILED: "failed", WRONG: "refused"}[job.exit_code]
+    return "ok" if job.metric is None else f"{job.metric:.6g}"
+
+
+def _shown(path: Path) -> str:
+    """``path`` as a person here would write it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _complain(about: SafetrainError | str) -> None:
+    print(str(about).rstrip(), file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+"""Hydra: from the command line to one resolved, checked config for each job."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from safetrain.catalog import recipes
+from safetrain.config import Config
+from safetrain.errors import ConfigError, SafetrainError
+from safetrain.explain import COMPOSITION_ERRORS, explain
+from safetrain.targets import check_targets
+
+
+def for_each_job(job: Callable[[DictConfig], float | None]) -> None:
+    """Call ``job`` with the composed config of each job that ``sys.argv`` asks for; return values go to the sweeper.
+
+    In a sweep a job that raises is a failed one: the sweeper goes on as it sees fit, the error is raised at its end.
+    ``--help``, ``--cfg job`` and the like print what they should, and end in SystemExit or without a job.
+
+    Raises:
+        ConfigError: nothing could be composed.
+        SafetrainError: the first that a job raised.
+    """
+    errors: list[SafetrainError] = []
+
+    def task(config: DictConfig) -> float | None:
+        try:
+            return job(config)
+        except SafetrainError as error:
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise
+            errors.append(error)  # raised below: Hydra would print a line of its own
+            return None
+
+    sys.argv[0] = "python -m safetrain"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors; else it prints them its way and exits
+    OmegaConf.register_new_resolver("run_dir", _claim_run_dir, use_cache=True, replace=True)
+    try:
+        hydra.main(config_path="pkg://safetrain.configs", config_name="train", version_base="1.3")(task)()
+    except COMPOSITION_ERRORS as error:
+        raise explain(error) from error
+    if errors:
+        raise errors[0]
+
+
+def resolve(composed: DictConfig) -> Config:
+    """The config with every interpolation resolved, once, and everything checked that needs no process.
+
+    Its run directory is removed again where it is refused.
+
+    Raises:
+        ConfigError: a key, a value or a target is wrong.
+    """
+    try:
+        if HydraConfig.get().runtime.choices["recipe"] is None:
+            names = ", ".join(recipe.name for recipe in recipes()) or "none yet: write ./recipe/NAME.yaml"
+            raise ConfigError(f"recipe is missing: say recipe=NAME. Allowed: {names}.")
+        recipes()  # two of one name are refused
+        plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        config = Config.parse(plain)
+        _check_what_it_builds(config)
+    except COMPOSITION_ERRORS as error:
+        _discard_run_dir()
+        raise explain(error) from error
+    except ConfigError:
+        _discard_run_dir()
+        raise
+    return config
+
+
+def _check_what_it_builds(config: Config) -> None:
+    check_targets({**config.to_plain(), "trainer": None})
+    from safetrain.worker import blueprint, instantiate  # imports torch
+
+    check_targets(blueprint(config), "trainer")
+    parts = {"precision": config.precision, "strategy": config.strategy}
+    parts |= {f"policy.{name}": node for name, node in config.to_plain()["policy"].items()}
+    for key, node in parts.items():  # cheap to build, so their values are checked here
+        try:
+            instantiate(node)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}: {error}") from error
+
+
+def _claim_run_dir(parent: str) -> str:
+    """Make and return ``parent/<date>_<time>``, a new one even where another job took that name in this second."""
+    Path(parent).mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    attempt = 1
+    while True:
+        claimed = Path(parent, stamp if attempt == 1 else f"{stamp}_{attempt}")
+        try:
+            claimed.mkdir()
+        except FileExistsError:
+            attempt += 1
+        else:
+            return str(claimed)
+
+
+def _discard_run_dir() -> None:
+    """Remove what Hydra wrote for a job that does not start, and the folders that this leaves empty."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    shutil.rmtree(run_dir / ".hydra", ignore_errors=True)
+    here = Path.cwd()
+    with suppress(OSError):  # something else is in it
+        for folder in (run_dir, *(parent for parent in run_dir.parents if parent != here and here in parent.parents)):
+            folder.rmdir()

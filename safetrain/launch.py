@@ -1,0 +1,256 @@
+"""Start the ranks of this machine on torch's elastic agent, and see to it that none outlives the job.
+
+The parent is never a rank. The agent runs each rank as a command of its own, around a store on a free port of this
+machine, so two jobs cannot collide; it never restarts a rank. A signal to the parent, the first failed rank, or the
+parent's own end (whatever its cause) ends all ranks: SIGTERM, ``grace_s``, SIGKILL.
+
+Where torchrun or another launcher has started the ranks, ``Handover`` carries rank 0's config to the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.rendezvous import rendezvous
+
+from safetrain.comm import launcher_place
+from safetrain.config import Config
+from safetrain.errors import ConfigError, UsageError
+from safetrain.failure import Exit
+from safetrain.lifetime import PARENT_PID
+
+_HERE = "127.0.0.1"
+_RANKS_WITHOUT_GPU = 2
+_POLL_S = 0.1  # how late the agent may notice that a rank ended
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDOVER_LIMIT = timedelta(minutes=5)
+_END_LIMIT = timedelta(seconds=5)
+_END = "end "
+
+
+class Interrupted(Exception):
+    """A signal ended the job; no rank is left."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.exit_code = 128 + number
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the ranks of a job ended.
+
+    Attributes:
+        ok: all of them did their work and left with exit code 0.
+        exits: the ranks that ended by themselves, before the launcher ended the others.
+    """
+
+    ok: bool
+    exits: list[Exit]
+
+
+def number_of_ranks(config: Config) -> int:
+    """How many ranks ``config`` asks for on this machine.
+
+    Raises:
+        ConfigError: there are fewer GPUs than that.
+    """
+    asked = config.launch.nproc_per_node
+    gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and gpus == 0:
+        raise ConfigError("device=cuda: torch sees no GPU on this machine. Allowed here: auto, cpu.")
+    if asked == "auto":
+        return gpus or _RANKS_WITHOUT_GPU
+    if gpus and asked > gpus:
+        raise ConfigError(
+            f"launch.nproc_per_node={asked}: each rank needs a GPU of its own. Allowed here: auto, 1-{gpus}; "
+            "any number with device=cpu."
+        )
+    return asked
+
+
+def launch(config_file: Path, ranks: int, *, grace_s: float, env: Mapping[str, str]) -> Ended:
+    """Run ``safetrain.rank`` on ``config_file`` in ``ranks`` processes, with ``env`` added to their environment.
+
+    Returns when all have ended. Call it in the main thread.
+
+    Raises:
+        Interrupted: SIGINT, SIGTERM or SIGHUP ended the job.
+    """
+    _silence_agent()
+    own = {
+        PARENT_PID: str(os.getpid()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // ranks))),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # signals are handled here
+    }
+    parameters = RendezvousParameters("c10d", f"{_HERE}:0", uuid.uuid4().hex, 1, 1, local_addr=_HERE, is_host=True)
+    with _environment({**own, **env}), _signals_end_the_job():
+        handler = get_rendezvous_handler(parameters)
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=ranks,
+            entrypoint=sys.executable,
+            args=("-m", "safetrain.rank", str(config_file)),
+            rdzv_handler=handler,
+            max_restarts=0,
+            monitor_interval=_POLL_S,
+            local_addr=_HERE,
+        )
+        agent = _Agent(spec, grace_s)
+        try:
+            state = agent.run().state
+        finally:
+            handler.shutdown()
+    return Ended(state is WorkerState.SUCCEEDED, agent.exits)
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, which also tells which ranks ended by themselves, and ends the others within ``grace_s``.
+
+    Left alone it gives ranks that ignore SIGTERM 30 s when another one has failed, whatever it was told.
+    """
+
+    def __init__(self, spec: WorkerSpec, grace_s: float) -> None:
+        super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=os.devnull))
+        self.exits: list[Exit] = []
+        self._grace_s = grace_s
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert isinstance(context, SubprocessContext)
+        end_ranks = context.close
+
+        def close(death_sig: signal.Signals | None = None, timeout: float = 0) -> None:
+            if not self.exits:
+                codes = {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
+                self.exits = [Exit(rank, pids[rank], code) for rank, code in codes.items() if code is not None]
+            end_ranks(signal.SIGTERM, self._grace_s)  # type: ignore[arg-type]  # torch adds it to a float
+
+        context.close = close  # type: ignore[method-assign]  # the only place before the first SIGTERM
+        return pids
+
+
+def _silence_agent() -> None:
+    """Keep the agent's log to itself: what it has to say is in the summary, in words."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.propagate = False
+    if not logger.handlers:
+        logger.addHandler(logging.NullHandler())
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signals_end_the_job() -> Iterator[None]:
+    """The first signal ends the job; later ones must not interrupt that, it is bounded already."""
+    received: list[signal.Signals] = []
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        if not received:
+            received.append(signal.Signals(number))
+            raise SignalException(f"got signal {number}", signal.SIGTERM)
+
+    # a signal that is ignored stays so: nohup, and background jobs of a shell script, count on it
+    handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, end) for number in handled}
+    try:
+        yield
+    except SignalException:
+        raise Interrupted(received[0]) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def has_launcher() -> bool:
+    """Whether torchrun or another launcher has started this process as a rank.
+
+    Raises:
+        UsageError: the environment is one that no single launcher makes.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        launcher_place()
+        return True
+    for tasks in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        count = os.environ.get(tasks, "1")
+        if count != "1":
+            raise UsageError(
+                f"{tasks}={count}: srun or mpirun started {count} copies of this command, and each would start "
+                "ranks of its own. Start one task, or let each task run torchrun."
+            )
+    return False
+
+
+class Handover:
+    """Carries rank 0's text to the ranks that another launcher started.
+
+    Raises:
+        UsageError: two processes have the same rank.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self._world_size, *_ = launcher_place()
+        self._store, *_ = next(rendezvous("env://", timeout=_HANDOVER_LIMIT))
+        self._prefix = f"safetrain/handover/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        if self._store.add(f"{self._prefix}/rank_{self.rank}", 1) > 1:
+            raise UsageError(
+                f"two processes have RANK={self.rank}: a program that a launcher had started has started ranks itself "
+                "(spawn inside torchrun, or ranks set by hand). Use one launcher."
+            )
+
+    def give(self, text: str) -> None:
+        """Rank 0 calls it, once, or ``end``."""
+        self._store.set(f"{self._prefix}/text", text)
+
+    def end(self, exit_code: int) -> None:
+        """Rank 0 calls it before it leaves: there is nothing to do for any rank."""
+        self._store.set(f"{self._prefix}/text", f"{_END}{exit_code}")
+        with suppress(dist.DistError):  # the store may be rank 0's own: stay until they have read it, if they are there
+            self._store.wait([f"{self._prefix}/taken_{rank}" for rank in range(1, self._world_size)], _END_LIMIT)
+
+    def take(self) -> str:
+        """What rank 0 gave; the other ranks call it.
+
+        Raises:
+            SystemExit: rank 0 called ``end``.
+            UsageError: rank 0 is gone, or gave nothing in time.
+        """
+        try:
+            text = self._store.get(f"{self._prefix}/text").decode()
+            self._store.set(f"{self._prefix}/taken_{self.rank}", "")
+        except dist.DistError as error:
+            raise UsageError(f"rank 0 gave no config: it is gone, or took over {_HANDOVER_LIMIT}. {error}") from error
+        if text.startswith(_END):
+            raise SystemExit(int(text.removeprefix(_END)))
+        return text

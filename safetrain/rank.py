@@ -1,0 +1,29 @@
+"""``python -m safetrain.rank CONFIG``: how the launcher starts a rank.
+
+The imports take seconds. Before the first of them, the rank is made to end with its launcher, and at once when told to.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from safetrain.user_path import search_user_code_last
+
+
+def main(config_file: str) -> None:
+    """Be sure to end; then import and work."""
+    search_user_code_last()
+    import signal
+
+    from safetrain.lifetime import die_with_parent
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with_parent()
+
+    from safetrain import worker
+
+    worker.main(config_file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

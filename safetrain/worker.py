@@ -1,0 +1,127 @@
+"""One rank's life: join the others, build, train, leave.
+
+A rank that fails writes its record and leaves by ``os._exit``: no barrier, no ``destroy_process_group``, which can hang
+when the peers are somewhere else. SIGTERM keeps its default action: a rank that is told to go is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra.utils
+from hydra.errors import InstantiationException
+
+from safetrain.comm import Comm, is_communication_error, launcher_place
+from safetrain.config import Config
+from safetrain.errors import ConfigError, PeerFailed
+from safetrain.failure import Failure, await_records, summary
+from safetrain.rank_log import RankLog, redirect_output
+from safetrain.seeding import seed_generators
+from safetrain.trainer import Result, Trainer
+
+_RECORD_LIMIT_S = 2.0  # a victim's longest wait for the culprit's record: writing one takes milliseconds
+
+
+def main(config_file: str) -> None:
+    """The life of a rank that our launcher started; the launcher tells the story of a failure."""
+    run(Config.from_yaml(Path(config_file).read_text()), tells=False)
+
+
+def run(config: Config, *, tells: bool) -> None:
+    """Train; returns when this rank has left the others. On a failure the process ends here.
+
+    ``tells``: nobody else will print the summary of a failure.
+    """
+    rank, world_size, *_ = launcher_place()
+    log = redirect_output(Path(config.run_dir), rank)
+    faulthandler.enable()
+    try:
+        comm = Comm.join(config.device, config.launch.timeout_s)
+        result = build(config).fit()
+        if comm.rank == 0:
+            _write_result(config, result)
+        comm.leave()
+    except BaseException as error:  # noqa: BLE001  whatever it is, this rank must say so and go
+        _fail(error, Path(config.run_dir), rank, world_size, log, tells)
+    log.flush()
+
+
+def blueprint(config: Config) -> dict[str, Any]:
+    """The one node that ``build`` instantiates: the trainer, with everything it is made of."""
+    return {
+        **config.trainer,
+        "model": config.model,
+        "train_data": config.data.get("train"),
+        "val_data": config.data.get("val"),
+        "optimizer": config.optimizer,
+        "scheduler": config.scheduler,
+        "loop": {"_target_": "safetrain.config.Loop", **asdict(config.loop)},
+        "loader": {"_target_": "safetrain.config.Loader", **asdict(config.loader)},
+        "precision": config.precision,
+        "strategy": config.strategy,
+        "policies": {"_target_": "safetrain.policies.Policies", **asdict(config.policy)},
+        "observers": [node for node in config.observers.values() if node is not None],
+        "seed": config.seed,
+        "device": config.device,
+        "run_dir": {"_target_": "pathlib.Path", "_args_": [config.run_dir]},
+        "name": config.name,
+    }
+
+
+def build(config: Config) -> Trainer:
+    """The trainer that ``config`` describes; the same on every rank.
+
+    Raises:
+        ConfigError: ``trainer._target_`` makes something else.
+        Exception: whatever a target raised.
+    """
+    seed_generators(config.seed)
+    trainer = instantiate(blueprint(config))
+    if not isinstance(trainer, Trainer):
+        raise ConfigError(f"trainer._target_={config.trainer['_target_']}: must be a subclass of safetrain.Trainer")
+    return trainer
+
+
+def instantiate(node: Mapping[str, Any]) -> Any:
+    """Build what ``node`` describes; an exception of a target is raised as it was, not wrapped in Hydra's."""
+    try:
+        return hydra.utils.instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__
+        if cause is None:
+            raise
+        if where := re.search(r"full_key: (\S+)", str(error)):
+            cause.add_note(f"(while building {where[1]})")
+        raise cause from None
+
+
+def _write_result(config: Config, result: Result) -> None:
+    metric = None if config.metric is None else result.metrics.get(config.metric)
+    facts = {"metric": metric, "metrics": dict(result.metrics), "step": result.step, "epoch": result.epoch}
+    path = Path(config.run_dir, "result.json")
+    path.write_text(json.dumps({**facts, "skipped_steps": result.skipped_steps}, indent=1))
+
+
+def _fail(error: BaseException, run_dir: Path, rank: int, world_size: int, log: RankLog, tells: bool) -> NoReturn:
+    cause = error.__cause__ or error
+    failure = Failure.of(error, rank, victim=is_communication_error(error) or is_communication_error(cause))
+    failure.write(run_dir)
+    if isinstance(error, PeerFailed):
+        await_records(run_dir, error.ranks, _RECORD_LIMIT_S)
+    log.flush()
+    with log.path.open("a") as file:
+        file.write(f"{failure.traceback}\n")
+    if tells:
+        text = summary(run_dir, world_size) if not failure.victim else f"[rank {rank}] ended: {failure.message}\n"
+        log.terminal.write(text)
+        log.terminal.flush()
+        if not failure.victim:
+            (run_dir / "failure.txt").write_text(text)
+    os._exit(1)
