@@ -35,7 +35,7 @@ from safetrain.comm import launcher_place
 from safetrain.config import Config
 from safetrain.errors import ConfigError, UsageError
 from safetrain.failure import Exit
-from safetrain.lifetime import PARENT_PID
+from safetrain.rank import PARENT_PID
 
 _HERE = "127.0.0.1"
 _RANKS_WITHOUT_GPU = 2

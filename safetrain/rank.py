@@ -5,9 +5,13 @@ The imports take seconds. Before the first of them, the rank is made to end with
 
 from __future__ import annotations
 
+import os
 import sys
 
 from safetrain.user_path import search_user_code_last
+
+PARENT_PID = "SAFETRAIN_PARENT_PID"
+"""The environment variable by which a rank knows the launcher that started it."""
 
 
 def main(config_file: str) -> None:
@@ -19,6 +23,8 @@ def main(config_file: str) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     die_with_parent()
+    if os.getppid() != int(os.environ[PARENT_PID]):  # it died before the call
+        os._exit(1)
 
     from safetrain import worker
 
