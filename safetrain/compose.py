@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import time
@@ -18,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from safetrain.catalog import recipes
 from safetrain.config import Config
+from safetrain.environ import environment
 from safetrain.errors import ConfigError, SafetrainError
 from safetrain.explain import COMPOSITION_ERRORS, explain
 from safetrain.targets import check_targets
@@ -45,10 +45,10 @@ def for_each_job(job: Callable[[DictConfig], float | None]) -> None:
             return None
 
     sys.argv[0] = "python -m safetrain"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors; else it prints them its way and exits
     OmegaConf.register_new_resolver("run_dir", _claim_run_dir, use_cache=True, replace=True)
     try:
-        hydra.main(config_path="pkg://safetrain.configs", config_name="train", version_base="1.3")(task)()
+        with environment({"HYDRA_FULL_ERROR": "1"}):  # Hydra then raises its errors; else it prints them and exits
+            hydra.main(config_path="pkg://safetrain.configs", config_name="train", version_base="1.3")(task)()
     except COMPOSITION_ERRORS as error:
         raise explain(error) from error
     if errors:

@@ -140,8 +140,8 @@ def summary(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> str:
     victims = [rank for rank in range(world_size) if rank not in told]
     if victims and told:
         lines.append(f"{_ranks(victims).capitalize()} did not fail: ended because {_ranks(told)} did.")
-    logs = [str(run_dir / "logs" / f"rank_{rank}.log") for rank in told[:1]]
-    return "\n".join([*lines, *(f"Its log: {log}" for log in logs)]) + "\n"
+    lines += [f"Log of rank {rank}: {_log_path(run_dir, rank)}" for rank in told[:1]]
+    return "\n".join(lines) + "\n"
 
 
 def _silent(failures: Sequence[Failure], exits: Sequence[Exit]) -> list[Exit]:
@@ -205,7 +205,7 @@ def _tell_briefly(failure: Failure) -> list[str]:
 
 def _tell_exit(ended: Exit, run_dir: Path) -> list[str]:
     lines = [f"Training failed: rank {ended.rank} {_how(ended)}", ""]
-    log = run_dir / "logs" / f"rank_{ended.rank}.log"
+    log = _log_path(run_dir, ended.rank)
     if log.exists() and (last := log.read_text(errors="replace").splitlines()[-_LOG_LINES:]):
         lines += [f"The last lines of rank {ended.rank}'s log:", *(f"  {line}" for line in last), ""]
     return lines
@@ -250,3 +250,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _record_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "failures" / f"rank_{rank}.json"
+
+
+def _log_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / "logs" / f"rank_{rank}.log"

@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from safetrain.comm import launcher_place
 from safetrain.config import Config
+from safetrain.environ import environment
 from safetrain.errors import ConfigError, UsageError
 from safetrain.failure import Exit
 from safetrain.rank import PARENT_PID
@@ -102,7 +103,7 @@ def launch(config_file: Path, ranks: int, *, grace_s: float, env: Mapping[str, s
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # signals are handled here
     }
     parameters = RendezvousParameters("c10d", f"{_HERE}:0", uuid.uuid4().hex, 1, 1, local_addr=_HERE, is_host=True)
-    with _environment({**own, **env}), _signals_end_the_job():
+    with environment({**own, **env}), _signals_end_the_job():
         handler = get_rendezvous_handler(parameters)
         spec = WorkerSpec(
             role="rank",
@@ -155,20 +156,6 @@ def _silence_agent() -> None:
     logger.propagate = False
     if not logger.handlers:
         logger.addHandler(logging.NullHandler())
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager
