@@ -86,6 +86,7 @@ def build(config: Config) -> Trainer:
     trainer = instantiate(blueprint(config))
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"trainer._target_={config.trainer['_target_']}: must be a subclass of safetrain.Trainer")
+    trainer.config_text = config.to_yaml()  # not an argument: Hydra would resolve what looks like ${...} in it
     return trainer
 
 

@@ -1,0 +1,59 @@
+"""Every test leaves the process as it found it: environment, current folder, threads, child processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# a shared machine may take any time over an example
+hypothesis.settings.register_profile("safetrain", deadline=None, max_examples=50)
+hypothesis.settings.load_profile("safetrain")
+
+_SETTLE_S = 5.0  # threads and processes that are on their way out may take this long on a loaded machine
+_LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # Python keeps them until it ends
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fails a test that leaks an environment variable, a changed current folder, a thread or a child process."""
+    environment, folder = _environment(), Path.cwd()
+    threads, children = set(threading.enumerate()), set(_children())
+    yield
+    changed = {name for name, _ in environment.items() ^ _environment().items()}
+    assert not changed, f"environment variables left changed: {sorted(changed)}"
+    assert Path.cwd() == folder, f"the current folder was left at {Path.cwd()}"
+    deadline = time.monotonic() + _SETTLE_S
+    while (left := _left(threads, children)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"left running: {left}"
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
+def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
+    new_threads = [thread.name for thread in threading.enumerate() if thread not in threads]
+    new_children = {pid: command_of(pid) for pid in set(_children()) - children}
+    lasting = {pid for pid, command in new_children.items() if any(name in command for name in _LASTING)}
+    return [*new_threads, *(f"process {pid}: {command}" for pid, command in new_children.items() if pid not in lasting)]
+
+
+def _children() -> list[int]:
+    tasks = Path("/proc/self/task")
+    files = [task / "children" for task in tasks.iterdir()] if tasks.exists() else []
+    return [int(pid) for file in files if file.exists() for pid in file.read_text().split()]
+
+
+def command_of(pid: int) -> str:
+    """The command line of a process; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,96 @@
+"""Targets are imported and held against their signatures before a process starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safetrain.errors import ConfigError
+from safetrain.targets import check_targets
+from safetrain.user_path import search_user_code_last
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder as the current one, importable; what was imported from it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    search_user_code_last()
+    modules = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def refusal(node: dict[str, Any], key: str = "model") -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_targets({key: node})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        ({"_target_": "torch.optim.SDG"}, "model._target_=torch.optim.SDG: torch.optim has no SDG. Did you mean SGD?"),
+        ({"_target_": "torch.optin.SGD"}, "model._target_=torch.optin.SGD: torch has no optin. Did you mean optim?"),
+        ({"_target_": "trch.optim.SGD"}, "there is no module trch. Did you mean torch?"),
+        ({"_target_": "torch.nn.Linear.wieght"}, "torch.nn.Linear has no wieght."),
+        ({"_target_": "Model"}, "model._target_=Model: must be package.module.Name"),
+        ({"_target_": "torch.pi"}, "model._target_=torch.pi: is float, not something to call"),
+        ({"_target_": "torch.nn.Linear", "in_feature": 3}, "model.in_feature: torch.nn.Linear takes no such argument."),
+        ({"_target_": "torch.nn.Linear", "in_feature": 3}, "Did you mean in_features? It takes: in_features,"),
+        ({"_target_": "torch.nn.Linear", "in_features": 3}, "missing a required argument: 'out_features'"),
+    ],
+)
+def test_a_wrong_target_or_argument_names_the_nearest_right_one(node: dict[str, Any], message: str) -> None:
+    assert message in refusal(node)
+
+
+def test_targets_are_found_at_any_depth() -> None:
+    nodes = {"parts": [{"head": {"_target_": "torch.nn.Linaer"}}]}
+    assert refusal(nodes, "model").startswith("model.parts[0].head._target_=torch.nn.Linaer: torch.nn has no Linaer.")
+
+
+def test_what_is_right_passes() -> None:
+    check_targets({"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2})
+    check_targets({"_target_": "torch.nn.Linear", "_args_": [3, 2]})
+    check_targets({"_target_": "torch.nn.Linear", "_partial_": True})
+    check_targets({"_target_": "builtins.dict", "anything": 1})  # takes any keyword, or has no signature
+    check_targets(None)
+
+
+def test_an_error_in_the_users_module_names_its_line(project: Path) -> None:
+    (project / "broken.py").write_text("import torch\n\nraise RuntimeError('no licence')\n")
+    (project / "unfinished.py").write_text("def f(:\n")
+    (project / "needs.py").write_text("import not_installed_anywhere\n")
+    (project / "script.py").write_text("import sys\nsys.exit('usage: script.py FILE')\n")
+    assert f"at {project}/broken.py:3: RuntimeError: no licence" in refusal({"_target_": "broken.Model"})
+    assert f"at {project}/unfinished.py:1: SyntaxError" in refusal({"_target_": "unfinished.Model"})
+    assert f"at {project}/needs.py:1: No module named" in refusal({"_target_": "needs.Model"})
+    assert f"at {project}/script.py:2: SystemExit: usage" in refusal({"_target_": "script.Model"})
+
+
+def test_the_nearest_name_is_looked_for_in_the_users_own_files(project: Path) -> None:
+    (project / "my_models.py").write_text("class Network: pass\n")
+    assert refusal({"_target_": "my_model.Network"}).endswith("Did you mean my_models?")
+    assert refusal({"_target_": "my_models.Netwrok"}).endswith("my_models has no Netwrok. Did you mean Network?")
+
+
+def test_a_users_file_with_the_name_of_pythons_own_is_told_apart(project: Path) -> None:
+    (project / "queue.py").write_text("class Model: pass\n")
+    message = refusal({"_target_": "queue.Model"})
+    assert "queue has no Model" in message
+    assert "Your queue.py has the name of another module" in message
+
+
+def test_the_current_folder_is_searched_last(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(project), "/somewhere"])  # as `python -m` leaves it
+    search_user_code_last()
+    assert sys.path == ["/somewhere", str(project)]
+    search_user_code_last()
+    assert sys.path == ["/somewhere", str(project)]

@@ -1,0 +1,72 @@
+"""The YAML side: defaults are those of the dataclasses, and every choice of every group composes and builds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from safetrain.catalog import groups, recipes
+from safetrain.config import Config, Launch, Loader, Loop
+from safetrain.errors import ConfigError
+from safetrain.targets import check_targets
+
+CONFIGS = Path(str(files("safetrain.configs")))
+CHOICES = [(group, path.stem) for group in groups() for path in sorted((CONFIGS / group).glob("*.yaml"))]
+
+
+@pytest.fixture(autouse=True)
+def hydra() -> Iterator[None]:
+    OmegaConf.register_new_resolver("run_dir", lambda parent: f"{parent}/run", replace=True)
+    with initialize_config_module("safetrain.configs", version_base="1.3"):
+        yield
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    config = compose("train", overrides=["+hydra.runtime.output_dir=/run", *overrides], return_hydra_config=True)
+    HydraConfig.instance().set_config(config)
+    OmegaConf.set_struct(config, False)
+    del config["hydra"]
+    return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+
+
+def test_the_yaml_states_the_defaults_of_the_dataclasses() -> None:
+    config = composed("trainer={_target_: x.y}")
+    assert config["loop"] == asdict(Loop())
+    assert config["loader"] == asdict(Loader())
+    assert config["launch"] == asdict(Launch())
+
+
+def test_there_are_groups_and_a_recipe() -> None:
+    assert {"policy/skip", "precision", "recipe", "strategy", "preset"} <= set(groups())
+    assert "resnet_ddp" in [recipe.name for recipe in recipes()]
+    assert all(recipe.about for recipe in recipes())
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_of_every_group_composes_and_its_targets_take_what_it_gives(group: str, choice: str) -> None:
+    base = ["recipe=resnet_ddp"] if group != "recipe" else []
+    config = Config.parse(composed(*base, f"{group}={choice}", "++data.root=/none"))
+    check_targets({**config.to_plain(), "trainer": None})
+
+
+def test_the_debug_preset_stands_over_the_recipe() -> None:
+    config = Config.parse(composed("recipe=resnet_ddp", "preset=debug"))
+    assert (config.launch.nproc_per_node, config.loader.num_workers) == (1, 0)
+
+
+def test_a_users_recipe_with_a_shipped_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\n# My own: 99 %.\nseed: 1\n")
+    assert [(r.name, r.about) for r in recipes() if not r.shipped] == [("mine", "My own: 99 %.")]
+    (tmp_path / "recipe" / "resnet_ddp.yaml").write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match=r"recipe/resnet_ddp\.yaml: safetrain ships a recipe of that name"):
+        recipes()

@@ -1,0 +1,156 @@
+"""Records of failures, who is the culprit, and the words of the summary."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from safetrain.errors import PeerFailed, RankFailed
+from safetrain.failure import Exit, Failure, await_records, first_failure, is_user_file, read_failures, summary
+
+
+def record(rank: int, error: BaseException, *, time_ns: int = 0, victim: bool = False) -> Failure:
+    facts = vars(Failure.of(error, rank, victim=victim)) | {"time_ns": time_ns, "host": "node1", "pid": 100 + rank}
+    return Failure(**facts)
+
+
+def raised(path: Path, code: str) -> BaseException:
+    """The exception of a user's file that holds ``code``."""
+    path.write_text(textwrap.dedent(code))
+    try:
+        exec(compile(path.read_text(), str(path), "exec"), {})
+    except BaseException as error:  # noqa: BLE001  the point of it
+        assert error.__traceback__ is not None
+        return error.with_traceback(error.__traceback__.tb_next)  # without the frame of this function
+    raise AssertionError("nothing was raised")
+
+
+def test_a_record_names_the_users_line_step_and_phase(tmp_path: Path) -> None:
+    cause = raised(
+        tmp_path / "mine.py",
+        """
+        import json
+        def training_step(text):
+            return json.loads(text)
+        training_step("{")
+        """,
+    )
+    error = RankFailed("user code failed", step=12, phase="training_step")
+    error.__cause__ = cause
+    failure = Failure.of(error, 3, victim=False)
+    assert (failure.rank, failure.step, failure.phase, failure.victim) == (3, 12, "training_step", False)
+    assert failure.place == f"{tmp_path}/mine.py:4"
+    assert failure.error == "JSONDecodeError"
+    lines = failure.traceback.splitlines()
+    assert lines[1].strip() == f'File "{tmp_path}/mine.py", line 5, in <module>'
+    assert any("json/__init__.py" in line for line in lines)  # what the user's code called is kept
+
+
+def test_a_loader_process_puts_the_place_into_its_message(tmp_path: Path) -> None:
+    message = (
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        f'  File "{tmp_path}/data.py", line 7, in __getitem__\n    raise ValueError("bad: sample")\n'
+        "ValueError: bad: sample\n"
+    )
+    record(1, ValueError(message)).write(tmp_path)
+    text = summary(tmp_path, 2)
+    assert f"  {tmp_path}/data.py:7\n  ValueError: bad: sample\n" in text
+
+
+def test_records_are_read_back_and_a_victim_waits_for_the_culprits(tmp_path: Path) -> None:
+    failures = [record(rank, ValueError(f"bad {rank}"), time_ns=rank) for rank in (1, 0)]
+    for failure in failures:
+        failure.write(tmp_path)
+    await_records(tmp_path, [0, 1], limit_s=60.0)  # both are there
+    await_records(tmp_path, [2], limit_s=0.05)  # never comes
+    assert read_failures(tmp_path) == failures[::-1]
+
+
+def test_the_earliest_that_is_no_victim_is_the_culprit() -> None:
+    victim = record(0, ConnectionError("closed by peer"), time_ns=1, victim=True)
+    peer = record(3, PeerFailed("rank 2 failed", ranks=[2], step=4), time_ns=2)
+    first, second = record(2, ValueError("a"), time_ns=3), record(1, ValueError("b"), time_ns=4)
+    assert peer.victim
+    assert first_failure([victim, peer, second, first]) == first
+    assert first_failure([victim, peer]) is None
+
+
+def test_the_summary_tells_the_culprit_first_its_traceback_once_and_then_the_victims(tmp_path: Path) -> None:
+    error = RankFailed("user code failed", step=12, phase="training_step")
+    error.__cause__ = raised(tmp_path / "mine.py", "raise ValueError('bad label 12')")
+    record(1, error, time_ns=5).write(tmp_path)
+    record(0, PeerFailed("rank 1 failed", ranks=[1], step=12), time_ns=6).write(tmp_path)
+    text = summary(tmp_path, 4)
+    assert text == textwrap.dedent(
+        f"""\
+        Training failed on rank 1 at step 12 in training_step (node1, process 101).
+
+          {tmp_path}/mine.py:1
+          ValueError: bad label 12
+
+        Traceback of rank 1, from your code on:
+        Traceback (most recent call last):
+          File "{tmp_path}/mine.py", line 1, in <module>
+            raise ValueError('bad label 12')
+        ValueError: bad label 12
+
+        Ranks 0, 2 and 3 did not fail: ended because rank 1 did.
+        Log of rank 1: {tmp_path}/logs/rank_1.log
+        """
+    )
+
+
+def test_ranks_that_fail_alike_are_one_story_and_another_failure_is_a_line(tmp_path: Path) -> None:
+    for rank in range(3):
+        record(rank, ValueError("limit of skips reached"), time_ns=rank).write(tmp_path)
+    record(3, OSError("disk full"), time_ns=9).write(tmp_path)
+    text = summary(tmp_path, 4)
+    assert text.startswith("Training failed on ranks 0-2 (node1, process 100).")
+    assert "Rank 3 failed too: OSError: disk full" in text
+    assert text.count("Traceback of rank") == 1
+    assert "did not fail" not in text
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "left with exit code 3 and without an exception: look for os._exit(3)"),
+        (-signal.SIGKILL, "was killed by SIGKILL. As a rule the machine ran out of memory"),
+        (-signal.SIGABRT, "was ended by SIGABRT: a crash in native code"),
+        (0, "left with exit code 0 before the others were done: look for os._exit"),
+    ],
+)
+def test_a_rank_that_said_nothing_is_told_by_how_it_ended(tmp_path: Path, code: int, words: str) -> None:
+    record(0, ConnectionError("closed by peer"), victim=True).write(tmp_path)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_1.log").write_text("".join(f"line {n}\n" for n in range(100)))
+    text = summary(tmp_path, 2, [Exit(0, 100, 1), Exit(1, 101, code)])
+    assert text.startswith(f"Training failed: rank 1 (process 101) {words}")
+    assert "  line 99\n" in text
+    assert "line 50" not in text
+    assert "Rank 0 did not fail: ended because rank 1 did." in text
+    assert "closed by peer" not in text
+
+
+def test_where_nobody_says_why_the_first_to_suffer_is_told(tmp_path: Path) -> None:
+    record(1, ConnectionError("timed out"), time_ns=1, victim=True).write(tmp_path)
+    record(0, ConnectionError("closed by peer"), time_ns=2, victim=True).write(tmp_path)
+    assert "ConnectionError: timed out" in summary(tmp_path, 2, [Exit(0, 100, 1), Exit(1, 101, 1)])
+    assert summary(tmp_path / "empty", 2).startswith("Training failed; no rank says why.")
+
+
+def test_whose_file_it_is() -> None:
+    import hydra
+    import torch
+
+    import safetrain.recipes.resnet_ddp as recipe
+    from safetrain import failure
+
+    assert is_user_file(__file__)
+    assert is_user_file(str(recipe.__file__))
+    for module in (torch, hydra, failure, textwrap):
+        assert not is_user_file(str(module.__file__)), module
+    assert not is_user_file("<frozen runpy>")
