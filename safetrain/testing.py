@@ -10,21 +10,26 @@ Ranks are forked (60 ms for two, where spawning takes 4 s), so the parent must n
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
-import signal
 import sys
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from safetrain.comm import Comm, serve_store
+
+_DIED, _RUNNING = "died", "still running at the time limit"
 
 
 class RankError(Exception):
@@ -42,29 +47,61 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         RankError: naming every rank that raised, died or was still running after ``timeout_s``.
     """
     context = multiprocessing.get_context("fork")
-    store, port = serve_store(timedelta(seconds=timeout_s))
     pipes, processes = {}, {}
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(sender, rank, world_size, port, timeout_s, fn, args))
-        process.start()
-        sender.close()
-        pipes[rank], processes[rank] = receiver, process
-    try:
-        values, errors = _collect(pipes, time.monotonic() + timeout_s)
-    finally:
-        for process in processes.values():
-            process.join(0.5)
-            if process.is_alive():
-                os.kill(process.pid or 0, signal.SIGKILL)
-            process.join()
-        del store
-    for rank, text in errors.items():
-        if text == "died":
-            errors[rank] = f"died with exit code {processes[rank].exitcode} before it returned a value"
+    with contextlib.ExitStack() as files:
+        port = files.enter_context(_store_process(timeout_s))
+        stacks = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            pipes[rank] = files.enter_context(receiver)
+            with sender:
+                job = (sender, stacks[rank], rank, world_size, port, timeout_s, fn, args)
+                processes[rank] = context.Process(target=_rank_main, args=job)
+                processes[rank].start()
+        try:
+            values, errors = _collect(pipes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes.values():
+                process.join(0.5)
+                process.kill()
+                process.join()
+        for rank, text in errors.items():
+            if text == _DIED:
+                errors[rank] = f"died with exit code {processes[rank].exitcode} before it returned a value"
+            elif text == _RUNNING:
+                stacks[rank].seek(0)
+                errors[rank] = f"{text}:\n{stacks[rank].read()}"
+            processes[rank].close()
     if errors:
         raise RankError(errors)
     return [values[rank] for rank in range(world_size)]
+
+
+@contextlib.contextmanager
+def _store_process(timeout_s: float) -> Iterator[int]:
+    """The port of a store in a process of its own: its server is a thread, and a process with threads must not fork
+    ranks."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def serve() -> None:
+        store, port = serve_store(timedelta(seconds=timeout_s))
+        sender.send(port)
+        threading.Event().wait()  # until killed
+        del store
+
+    process = context.Process(target=serve, daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout_s):
+            raise RankError({-1: "the store did not start"})
+        yield receiver.recv()
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+        process.close()
 
 
 def _collect(pipes: dict[int, Connection], deadline: float) -> tuple[dict[int, Any], dict[int, str]]:
@@ -75,7 +112,7 @@ def _collect(pipes: dict[int, Connection], deadline: float) -> tuple[dict[int, A
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            errors.update(dict.fromkeys(waiting.values(), "still running at the time limit"))
+            errors.update(dict.fromkeys(waiting.values(), _RUNNING))
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -83,7 +120,7 @@ def _collect(pipes: dict[int, Connection], deadline: float) -> tuple[dict[int, A
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                errors[rank] = "died"
+                errors[rank] = _DIED
                 continue
             if ok:
                 values[rank] = value
@@ -94,6 +131,7 @@ def _collect(pipes: dict[int, Connection], deadline: float) -> tuple[dict[int, A
 
 def _rank_main(
     sender: Connection,
+    stacks: IO[str],
     rank: int,
     world_size: int,
     port: int,
@@ -106,6 +144,7 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(0.9 * timeout_s, file=stacks)  # a C thread: it writes even where the GIL is held
     try:
         comm = Comm.join(device="cpu", timeout_s=timeout_s)
         message = pickle.dumps((True, fn(comm, *args)))
