@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from safetrain.comm import Comm
 from safetrain.errors import ConfigError, UsageError
 from safetrain.layout import BufferGuard, ParameterLayout
 
+T = TypeVar("T")
 _COMM_HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 _CONTROL_GROUP_BITS = 20  # int64 words have room for any limb; this keeps the squares small
 
@@ -73,11 +74,11 @@ class StepModule(nn.Module):
         self.ballot = nn.Parameter(torch.zeros(words, dtype=torch.float32, device=device))
         self.model = model
 
-    def forward(self, run: Callable[[], None]) -> None:
+    def forward(self, run: Callable[[], T]) -> T:
         # user code that leaves gradients switched off would make DDP skip its preparation for backward, on this rank
         # only
         with torch.enable_grad():
-            run()
+            return run()
 
 
 class Reduction:
@@ -164,12 +165,19 @@ class Reduction:
         self._buffers.note()
         self._before_last = None
 
-    def forward(self, run: Callable[[], None], *, last: bool, first: bool) -> None:
-        """One micro-batch's DDP forward round ``run``, which must not raise; gradients are reduced in the last one."""
-        with nullcontext() if last else self._ddp.no_sync():
-            self._ddp(run)
+    def forward(self, run: Callable[[], T], *, last: bool, first: bool) -> T:
+        """One micro-batch's DDP forward round ``run``, which must not raise; gradients are reduced in the last one.
+
+        A loss that ``run`` returns comes back with a node of DDP's in its graph where the graph is static: without it nothing
+        starts the reduction of the first window.
+        """
+        # torch 2.13 counts a static graph's gradients wrongly under no_sync (it asserts in the first window, and would not
+        # reduce from the second on): there every micro-batch is reduced, with the same result
+        with nullcontext() if last or self._strategy.static_graph else self._ddp.no_sync():
+            returned: T = self._ddp(run)
         if last and not first:
             self._before_last = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
+        return returned
 
     def unused(self, among: Sequence[torch.Tensor] | None = None) -> list[str]:
         """Names of the parameters that got no gradient on this rank in this window (of those in ``among``)."""

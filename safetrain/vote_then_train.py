@@ -67,17 +67,18 @@ class VoteThenTrain:
         return 0
 
     def _micro_batch(self, step: int, batch: Any, weight: int, share: Share, phase: str | None, index: int) -> None:
-        parts, losses = self._parts, list[Loss]()
-        parts.reduction.forward(
-            lambda: losses.append(self._must_succeed(step, batch, weight)),
+        parts = self._parts
+        value = parts.reduction.forward(
+            lambda: self._must_succeed(step, batch, weight),
             first=index == 0,
             last=index == parts.accumulate - 1,
         )
-        parts.backward(losses[0], phase)
+        loss = Loss(value, weight)
+        parts.backward(loss, phase)
         if weight:
-            share.log(losses[0])
+            share.log(loss)
 
-    def _must_succeed(self, step: int, batch: Any, weight: int) -> Loss:
+    def _must_succeed(self, step: int, batch: Any, weight: int) -> torch.Tensor:
         """A step that must give a loss: other ranks are inside this forward's collectives, and nothing can end those
         for them."""
         try:
@@ -94,4 +95,4 @@ class VoteThenTrain:
         if weight and loss.weight is not None and int(loss.weight) != weight:
             reason = f"the loss has weight {int(loss.weight)}, but batch_weight(batch) voted {weight} before"
             raise self._parts.failed(step, reason, "training_step")
-        return Loss(loss.value, weight)
+        return loss.value
