@@ -30,9 +30,9 @@ def build_loader(
 ) -> DataLoader[Any]:
     """A loader of this rank's share of ``data``, for a ``Feed``.
 
-    A DataLoader given as ``data`` keeps its own settings; of ``options`` only ``drop_last`` applies to it. That says,
-    for map-style training data: leave out the samples (fewer than ``world_size``) that would make the ranks' shares differ.
-    A smaller last batch is another matter: it is kept unless the given DataLoader itself drops it.
+    A DataLoader given as ``data`` keeps its own settings; of ``options`` only ``drop_last`` applies to it. For training
+    from map-style data that means: leave out the samples (fewer than ``world_size``) that would make the ranks' shares
+    differ. A smaller last batch is another matter: it is kept unless the given DataLoader itself drops it.
 
     An IterableDataset is read whole by every loader worker of every rank, each of which keeps its part of the samples.
     Where that costs too much, or the dataset splits over ranks and workers on its own, it has a method
@@ -122,20 +122,29 @@ class Feed:
     def begin_epoch(self, epoch: int, skip_batches: int = 0) -> None:
         """Start an epoch, without its first ``skip_batches`` batches. Fetches the first batch ahead.
 
-        A map-style dataset is not asked for the skipped ones; a stream has to be read through them.
+        A map-style dataset is not asked for the skipped ones; a stream has to be read through them. What goes wrong is
+        the error of the next ``take``.
         """
-        self._batches = self._ahead = None  # first: workers of an epoch left early go before new ones come
+        self._ahead = None
+        self._batches = iter(())  # first: workers of an epoch left early go before new ones come
+        try:
+            self._batches = self._start(epoch, skip_batches)
+        except Exception as error:  # noqa: BLE001 - handed on, so that all ranks decide on it
+            self._ahead = Fetched(error=error)
+        self.look_ahead()
+
+    def _start(self, epoch: int, skip_batches: int) -> Iterator[Any]:
+        loader, place = self._loader, self._share.place
         self._share.set_epoch(epoch)
         if self._plan is not None:
             self._plan.set_epoch(epoch, skip_batches)
-        assert self._loader.generator is not None
-        place = self._share.place
-        self._loader.generator.manual_seed(derive_seed(place.seed, "workers", place.rank, epoch))
-        self._batches = iter(self._loader)
-        if self._plan is None:
-            for _ in range(skip_batches):
-                self._fetch()
-        self.look_ahead()
+            skip_batches = 0
+        assert loader.generator is not None
+        loader.generator.manual_seed(derive_seed(place.seed, "workers", place.rank, epoch))
+        batches = iter(loader)
+        for _ in range(skip_batches):
+            next(batches, None)
+        return batches
 
     def look_ahead(self) -> bool:
         """Fetch one batch and keep it for ``take``: False when this rank has no more in this epoch."""
@@ -163,6 +172,10 @@ class Feed:
         except StopIteration:
             return Fetched(empty=True)
         except Exception as error:  # noqa: BLE001 - handed on, so that all ranks decide on it
+            if "Original Traceback" in str(error):
+                # The worker's traceback is in the text. The one of here closes a cycle over torch's iterator, which
+                # would then be torn down in disorder and wait 5 s for each of its workers.
+                error.__traceback__ = None
             return Fetched(error=error)
 
 

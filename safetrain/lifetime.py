@@ -16,8 +16,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent() -> None:
     """End this process at once when the one that started it is gone. Call it first thing in the child.
 
-    On Linux the kernel does it. A fork server stands between parent and child, and lives while the child does: there, and on
-    other systems, a thread waits for the end of the parent (only in children of ``multiprocessing``, which know it).
+    On Linux the kernel does it. A fork server stands between parent and child and lives as long as the child: there,
+    and on other systems, a thread waits for the parent's end (in children of ``multiprocessing`` only: they know it).
     """
     parent = multiprocessing.parent_process()
     by_server = sys.platform == "linux" and isinstance(multiprocessing.current_process(), ForkServerProcess)

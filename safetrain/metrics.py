@@ -1,11 +1,11 @@
 """Metrics over ranks, exactly: what one process would compute on all samples, to the last digit.
 
-Floating-point sums depend on their order, and an average of averages is wrong where ranks or batches differ in size. So a
-mean is kept as a sum and a weight, and a sum as the few doubles that add up to it without rounding (``exact_sum``); it is
-rounded once, when all ranks' parts are together. Log ratios such as F1 by their counts (``how="sum"``).
+Floating-point sums depend on their order, and an average of averages is wrong where ranks or batches differ in size.
+So a mean is kept as a sum and a weight, and a sum as the few doubles that add up to it without rounding
+(``exact_sum``), rounded once, when all ranks' parts are together. Log F1 and its like by their counts (``how="sum"``).
 
-Exact are the values as given: a per-sample tensor gives the same result however samples are spread over batches and ranks,
-the mean of a batch is only as good as the batch's own arithmetic.
+What is exact is the sum of the values as given: one value a sample gives the same result however samples are spread
+over batches and ranks; the mean of a batch carries the rounding of the batch's own arithmetic.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Ranks(Protocol):
 
 @dataclass
 class _Entries:
-    """All that was logged under one name: scalars with their weights, and tensors of one value a sample."""
+    """All that was logged under one name: scalars, and tensors of one value a sample, each with its weight."""
 
     how: How
     values: list[torch.Tensor] = field(default_factory=list)
-    weights: list[int | None] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -51,34 +51,41 @@ class _Part:
 
 
 class MetricLog:
-    """Collects metrics on one rank; ``reduce`` makes them one over all ranks."""
+    """Collects metrics on one rank; ``reduce`` makes them one over all ranks.
+
+    Attributes:
+        batch_weight: weight of a scalar mean logged without one; the loop sets it to the samples of the batch at hand.
+    """
 
     def __init__(self) -> None:
+        self.batch_weight = 1
         self._entries: dict[str, _Entries] = {}
 
     def add(self, name: str, value: float | torch.Tensor, weight: int | None = None, how: How = "mean") -> None:
         """Log a number, a scalar tensor or a 1-D tensor of one value a sample, without waiting for the device.
 
-        ``weight``: how many samples (or tokens) a mean stands for, 1 by default; a 1-D tensor brings its own, its length.
+        ``weight``: samples (or tokens) that a scalar mean stands for, by default ``batch_weight``. That of a 1-D tensor
+        is its length.
 
         Raises:
-            UsageError: an unknown ``how``, one that differs from the name's before, a weight that means nothing, a shape.
+            UsageError: a ``how`` that is unknown or not the name's, a weight without a meaning, a wrong shape.
         """
         if how not in get_args(How):
             raise UsageError(f"log({name!r}, how={how!r}): allowed are {', '.join(get_args(How))}")
         # A copy: the caller may go on to change its tensor in place, and a view would keep the whole batch alive.
         kept = value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
-        if kept.dim() > 1:
-            raise UsageError(f"log({name!r}): shape {tuple(kept.shape)}; give a number, a scalar, or one value a sample")
+        if kept.dim() > 1 or kept.is_complex():
+            found = f"{kept.dtype} of shape {tuple(kept.shape)}"
+            raise UsageError(f"log({name!r}) got {found}: give a real number, a scalar tensor, or one value a sample")
         if weight is not None and (kept.dim() == 1 or how != "mean" or weight < 0):
             raise UsageError(
                 f"log({name!r}, weight={weight}, how={how!r}): a weight, 0 or more, belongs to a scalar that is a mean"
             )
         entries = self._entries.setdefault(name, _Entries(how))
         if entries.how != how:
-            raise UsageError(f"log({name!r}, how={how!r}): it was logged with how={entries.how!r} before; use two names")
+            raise UsageError(f"log({name!r}, how={how!r}): how={entries.how!r} came before; use one, or two names")
         entries.values.append(kept)
-        entries.weights.append(weight)
+        entries.weights.append(len(kept) if kept.dim() else self.batch_weight if weight is None else weight)
 
     def names(self) -> tuple[str, ...]:
         """The names logged on this rank since ``clear``, sorted."""
@@ -92,9 +99,9 @@ class MetricLog:
         self._entries.clear()
 
     def reduce(self, comm: Ranks) -> dict[str, float]:
-        """Every metric over all ranks, the same on each. All ranks call it; one that logged less, or nothing, is welcome.
+        """Every metric over all ranks, the same on each. All ranks call it; one that logged less, or nothing, may.
 
-        A mean without any weight is NaN. One gather of a few numbers a metric.
+        One gather of a few numbers a metric. A mean without any weight is NaN.
 
         Raises:
             UsageError: on all ranks, when a name has a different ``how`` on different ranks.
@@ -125,14 +132,17 @@ class MetricLog:
 def exact_sum(values: Iterable[float]) -> list[float]:
     """Doubles that add up to the sum of ``values`` without rounding, largest first: ``math.fsum`` of them rounds once.
 
-    Mostly one or two. The same whatever the order of ``values``. Not finite: one term, as plain addition gives it.
+    Mostly one or two, the same whatever the order of ``values``. Where it is not finite: one term, inf or NaN.
     """
     given = list(values)
-    if not all(map(math.isfinite, given)):
-        return [sum(given)]
     terms: list[float] = []
-    while (rest := math.fsum(chain(given, (-term for term in terms)))) != 0.0:
-        terms.append(rest)
+    try:
+        while (rest := math.fsum(chain(given, (-term for term in terms)))) != 0.0:
+            terms.append(rest)
+            if not math.isfinite(rest):
+                break
+    except (OverflowError, ValueError):  # beyond the largest double; inf - inf
+        return [sum(given)]
     return terms
 
 
@@ -148,8 +158,8 @@ def in_dataset_order(parts: Sequence[Sequence[T]]) -> list[T]:
     expected = [len(range(rank, total, len(parts))) for rank in range(len(parts))]
     if (lengths := [len(part) for part in parts]) != expected:
         raise DataError(
-            f"the ranks gave {lengths} results; {total} samples would be spread as {expected}. One result a sample is needed, "
-            "in the loader's order."
+            f"the ranks gave {lengths} results; {total} samples would be spread as {expected}: some are missing or "
+            "double. Give one result a sample, in the loader's order."
         )
     return [parts[index % len(parts)][index // len(parts)] for index in range(total)]
 
@@ -158,22 +168,18 @@ def _summarise(entries: _Entries) -> _Part:
     values = _to_doubles(entries.values)
     if entries.how in ("min", "max"):
         return _Part(entries.how, _extreme(chain.from_iterable(values), entries.how), 0)
-    weights = [
-        len(numbers) if value.dim() else (1 if weight is None else weight)
-        for numbers, value, weight in zip(values, entries.values, entries.weights, strict=True)
-    ]
     terms = (
-        number if value.dim() or entries.how == "sum" else number * weight
-        for numbers, value, weight in zip(values, entries.values, weights, strict=True)
+        number * weight if entries.how == "mean" and value.dim() == 0 else number
+        for numbers, value, weight in zip(values, entries.values, entries.weights, strict=True)
         for number in numbers
     )
-    return _Part(entries.how, exact_sum(terms), sum(weights))
+    return _Part(entries.how, exact_sum(terms), sum(entries.weights))
 
 
 def _merge(name: str, parts: list[_Part]) -> float:
     hows = sorted({part.how for part in parts})
     if len(hows) > 1:
-        raise UsageError(f"log({name!r}): ranks logged it with different how: {', '.join(hows)}; use one, or two names")
+        raise UsageError(f"log({name!r}): how={' on some ranks, how='.join(hows)} on others; use one, or two names")
     terms = chain.from_iterable(part.terms for part in parts)
     if hows[0] in ("min", "max"):
         return next(iter(_extreme(terms, hows[0])), math.nan)

@@ -77,21 +77,39 @@ class StreamShare(IterableDataset[Any]):
         return _Stream(self, OwnRandom(derive_seed(seed, "stream", epoch)), shard, shards)
 
 
+class _EveryNth(Iterator[Any]):
+    """Samples ``shard``, ``shard + shards``, ... No generator, no islice: those are at their end after an error."""
+
+    def __init__(self, samples: Iterator[Any], shard: int, shards: int) -> None:
+        self._samples = samples
+        self._shards = shards
+        self._to_pass = shard
+
+    def __next__(self) -> Any:
+        for sample in self._samples:
+            if self._to_pass == 0:
+                self._to_pass = self._shards - 1
+                return sample
+            self._to_pass -= 1
+        raise StopIteration
+
+
 class _Stream(Iterator[Any]):
-    """Every ``shards``-th sample, in batches. Not a generator: one that raised an error once would be at its end."""
+    """One shard in batches; the stream's code draws from generators of its own."""
 
     def __init__(self, share: StreamShare, own_random: OwnRandom, shard: int, shards: int) -> None:
-        self._share = share
+        self._batch_size = share.batch_size
+        self._drop_last = share.drop_last
         self._own_random = own_random
         with own_random:
-            self._samples = islice(iter(share.source), shard, None, shards)
+            self._samples = _EveryNth(iter(share.source), shard, shards)
 
     def __next__(self) -> Any:
         with self._own_random:
-            if self._share.batch_size is None:
+            if self._batch_size is None:
                 return next(self._samples)
-            batch = list(islice(self._samples, self._share.batch_size))
-        if not batch or (self._share.drop_last and len(batch) < self._share.batch_size):
+            batch = list(islice(self._samples, self._batch_size))
+        if not batch or (self._drop_last and len(batch) < self._batch_size):
             raise StopIteration
         return batch
 
