@@ -43,6 +43,7 @@ def evaluate(
             try:
                 if fetched.error is not None:
                     raise fetched.error
+                log.batch_weight = 1 if fetched.samples is None else fetched.samples
                 with precision.autocast():
                     step_fn(fetched.batch)
             except Exception as error:  # noqa: BLE001

@@ -51,7 +51,15 @@ def test_samples_are_dimension_0_of_the_first_tensor(batch: Any, samples: int | 
 
 @pytest.mark.parametrize(
     "batch",
-    [(x(),), [x()], {"x": x(), "n": 1}, OrderedDict(x=x()), defaultdict(list, x=x()), UserDict(x=x()), Pair(x(), "y")],
+    [
+        (x(),),
+        [x()],
+        {"x": x(), "n": 1},
+        OrderedDict(x=x()),
+        defaultdict(torch.Tensor, x=x()),
+        UserDict(x=x()),
+        Pair(x(), "y"),
+    ],
 )
 def test_moving_keeps_the_container(batch: Any) -> None:
     moved = move(batch, META)

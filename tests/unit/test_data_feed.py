@@ -122,7 +122,8 @@ class TestFeed:
             def to(self, device: torch.device) -> None:
                 raise MemoryError(f"no room on {device}")
 
-        loader = DataLoader([0, 1], collate_fn=lambda batch: Stuck())  # type: ignore[arg-type]
+        data: Any = [0, 1]
+        loader = DataLoader(data, collate_fn=lambda batch: Stuck())
         feed = feed_of(loader)
         feed.begin_epoch(0)
         assert isinstance(feed.take().error, MemoryError)
@@ -137,7 +138,7 @@ class TestFeed:
         feed.take()
         error = feed.take().error
         assert error is not None
-        gone = weakref.ref(feed._batches)  # type: ignore[arg-type]
+        gone = weakref.ref(feed._batches)
         del feed
         assert gone() is None, "the error holds torch's iterator, which takes 5 s a worker to end as part of a cycle"
 
@@ -274,7 +275,7 @@ def greet(worker: int) -> None:
 
 
 class TestWorkers:
-    @pytest.mark.parametrize("context", ["fork", "forkserver"])
+    @pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
     def test_the_users_worker_init_fn_is_called_and_finds_the_users_dataset(self, context: str) -> None:
         loader = DataLoader(
             Worker(), batch_size=4, num_workers=1, worker_init_fn=greet, multiprocessing_context=context

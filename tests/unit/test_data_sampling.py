@@ -32,6 +32,14 @@ def feed_of(data: Any, rank: int, world_size: int, *, train: bool = True, seed: 
     return Feed(loader, CPU)
 
 
+def loader_of(data: Any, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(data, **settings)
+
+
+def sampler_of(data: Any, ranks: int, rank: int, **settings: Any) -> DistributedSampler[int]:
+    return DistributedSampler(data, ranks, rank, **settings)
+
+
 def read(feed: Feed, epoch: int = 0, skip_batches: int = 0) -> list[list[int]]:
     """The batches of an epoch, of data whose samples are their own indices."""
     feed.begin_epoch(epoch, skip_batches)
@@ -81,7 +89,7 @@ class TestOrdinaryData:
     def test_the_order_is_torchs_own_distributed_sampler(self) -> None:
         data = list(range(25))
         for rank in (0, 1):
-            expected = DistributedSampler(data, 2, rank, seed=5, drop_last=True)  # type: ignore[arg-type]
+            expected = sampler_of(data, 2, rank, seed=5, drop_last=True)
             expected.set_epoch(3)
             assert samples(read(feed_of(data, rank, 2, seed=5), epoch=3)) == list(expected)
 
@@ -151,7 +159,7 @@ class TestRefusals:
     @pytest.mark.parametrize("drop_last", [True, False])
     @pytest.mark.parametrize("rank", [0, 1])
     def test_no_whole_batch_for_the_smallest_share_is_refused_on_every_rank(self, rank: int, drop_last: bool) -> None:
-        loader = DataLoader(list(range(15)), batch_size=8, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+        loader = loader_of(list(range(15)), batch_size=8, shuffle=True, drop_last=True)
         with pytest.raises(DataError, match=r"batches of 8, but only 7 samples for each of the 2 ranks"):
             feed_of(loader, rank, 2, drop_last=drop_last)
 
@@ -160,12 +168,14 @@ class TestRefusals:
             feed_of((number for number in range(3)), 0, 1)
 
     def test_a_loader_that_iterates_in_its_own_way(self) -> None:
+        data: Any = [1, 2]
+
         class Prefetcher(DataLoader[Any]):
             def __iter__(self) -> Any:
                 return iter([])
 
         with pytest.raises(DataError, match="Prefetcher iterates in its own way"):
-            feed_of(Prefetcher([1, 2]), 0, 1)  # type: ignore[arg-type]
+            feed_of(Prefetcher(data), 0, 1)
 
     def test_a_rank_beyond_the_world(self) -> None:
         with pytest.raises(UsageError, match="rank 2 is not below world_size 2"):
@@ -173,35 +183,35 @@ class TestRefusals:
 
     def test_a_feed_of_a_loader_that_was_not_split(self) -> None:
         with pytest.raises(UsageError, match="made by build_loader"):
-            Feed(DataLoader([1, 2]), CPU)  # type: ignore[arg-type]
+            Feed(loader_of([1, 2]), CPU)
 
     def test_shuffle_beside_a_sampler_is_refused_by_torch_itself(self) -> None:
         with pytest.raises(ValueError, match="mutually exclusive with shuffle"):
-            DataLoader([1, 2], shuffle=True, sampler=RandomSampler([1, 2]))  # type: ignore[arg-type]
+            loader_of([1, 2], shuffle=True, sampler=RandomSampler([1, 2]))
 
 
 class TestGivenLoaders:
     def test_a_plain_loader_is_split_in_order(self) -> None:
-        loader = DataLoader(list(range(10)), batch_size=2)  # type: ignore[arg-type]
+        loader = loader_of(list(range(10)), batch_size=2)
         assert read_all(loader, 2) == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
 
     def test_a_shuffled_loader_is_shuffled_anew_each_epoch(self) -> None:
-        loader = DataLoader(list(range(24)), batch_size=3, shuffle=True)  # type: ignore[arg-type]
+        loader = loader_of(list(range(24)), batch_size=3, shuffle=True)
         shares = [[samples(batches) for batches in read_all(loader, 2, epoch)] for epoch in (0, 1)]
         assert sorted(samples(shares[0])) == sorted(samples(shares[1])) == list(range(24))
         assert shares[0] != shares[1]
 
     def test_its_own_drop_last_drops_small_batches_in_training_only(self) -> None:
-        loader = DataLoader(list(range(14)), batch_size=3, drop_last=True)  # type: ignore[arg-type]
+        loader = loader_of(list(range(14)), batch_size=3, drop_last=True)
         assert [len(batch) for batch in read(feed_of(loader, 1, 2))] == [3, 3]
         assert [len(batch) for batch in read(feed_of(loader, 1, 2, train=False))] == [3, 3, 1]
 
     def test_its_collate_function_is_kept(self) -> None:
-        loader = DataLoader(list(range(4)), batch_size=2, collate_fn=lambda batch: torch.tensor(batch) * 10)  # type: ignore[arg-type]
+        loader = loader_of(list(range(4)), batch_size=2, collate_fn=lambda batch: torch.tensor(batch) * 10)
         assert read(feed_of(loader, 1, 2)) == [[10, 30]]
 
     def test_a_loader_without_batching_is_split_by_key(self) -> None:
-        loader = DataLoader([torch.arange(n) for n in range(1, 5)], batch_size=None)  # type: ignore[arg-type]
+        loader = loader_of([torch.arange(n) for n in range(1, 5)], batch_size=None)
         feed = feed_of(loader, 1, 2)
         assert read(feed) == [[0, 1], [0, 1, 2, 3]]
         assert feed.batch_size is None
@@ -210,9 +220,9 @@ class TestGivenLoaders:
     def test_h65_a_distributed_sampler_seeded_by_rank_still_covers_the_set_once(self, drop_last: bool) -> None:
         data = list(range(20))
         shares = [
-            samples(read(feed_of(DataLoader(data, batch_size=4, sampler=sampler), rank, 2)))  # type: ignore[arg-type]
+            samples(read(feed_of(loader_of(data, batch_size=4, sampler=sampler), rank, 2)))
             for rank in (0, 1)
-            if (sampler := DistributedSampler(data, 2, rank, seed=rank, drop_last=drop_last))  # type: ignore[arg-type]
+            if (sampler := sampler_of(data, 2, rank, seed=rank, drop_last=drop_last))
         ]
         assert sorted(samples(shares)) == data
 
@@ -220,9 +230,9 @@ class TestGivenLoaders:
         class Own(DistributedSampler[int]):
             pass
 
-        data = list(range(20))
+        data: Any = list(range(20))
         shares = [
-            samples(read(feed_of(DataLoader(data, batch_size=4, sampler=Own(data, 2, rank, seed=rank)), rank, 2)))  # type: ignore[arg-type]
+            samples(read(feed_of(loader_of(data, batch_size=4, sampler=Own(data, 2, rank, seed=rank)), rank, 2)))
             for rank in (0, 1)
         ]
         assert sorted(samples(shares)) == data
@@ -230,34 +240,34 @@ class TestGivenLoaders:
     def test_a_distributed_sampler_does_not_pad_an_evaluation(self) -> None:
         data = list(range(5))
         shares = [
-            samples(read(feed_of(DataLoader(data, sampler=DistributedSampler(data, 2, rank)), rank, 2, train=False)))  # type: ignore[arg-type]
+            samples(read(feed_of(loader_of(data, sampler=sampler_of(data, 2, rank)), rank, 2, train=False)))
             for rank in (0, 1)
         ]
         assert shares == [[0, 2, 4], [1, 3]]
 
     @pytest.mark.parametrize("wrapped", [False, True])
     def test_a_sampler_made_for_another_rank_is_refused(self, wrapped: bool) -> None:
-        sampler = DistributedSampler(list(range(8)), 4, 0)  # type: ignore[arg-type]
+        sampler = sampler_of(list(range(8)), 4, 0)
         batches = BatchSampler(sampler, 2, False)
-        loader = DataLoader(list(range(8)), batch_sampler=batches) if wrapped else DataLoader(range(8), sampler=sampler)  # type: ignore[arg-type]
+        loader = loader_of(list(range(8)), batch_sampler=batches) if wrapped else loader_of(range(8), sampler=sampler)
         with pytest.raises(DataError, match=r"DistributedSampler was made for rank 0 of 4.*num_replicas=2, rank=1"):
             feed_of(loader, 1, 2)
 
     def test_h68_whole_batches_of_a_hand_made_batch_sampler_take_turns(self) -> None:
-        loader = DataLoader(list(range(11)), batch_sampler=Buckets(11, 3))  # type: ignore[arg-type]
+        loader = loader_of(list(range(11)), batch_sampler=Buckets(11, 3))
         assert read(feed_of(loader, 0, 1)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10]]
         assert read_all(loader, 2) == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10]]]
 
     def test_h68_a_shuffled_one_too_each_batch_once_in_a_new_order_each_epoch(self) -> None:
         buckets = Buckets(40, 4, shuffle=True)
-        loader = DataLoader(list(range(40)), batch_sampler=buckets)  # type: ignore[arg-type]
+        loader = loader_of(list(range(40)), batch_sampler=buckets)
         epochs = []
         for epoch in (0, 1):
             shares = []
             for rank in range(4):
                 torch.manual_seed(rank)  # ranks' global generators differ: that must not matter
                 shares.append(read(feed_of(loader, rank, 4), epoch))
-            assert sorted(samples(shares)) == buckets.buckets
+            assert sorted(batch for share in shares for batch in share) == buckets.buckets
             epochs.append(shares)
         assert epochs[0] != epochs[1]
 
@@ -270,10 +280,7 @@ class TestGivenLoaders:
                 return iter(BatchSampler(self.sampler, 3, False))
 
         data = list(range(12))
-        feeds = [
-            feed_of(DataLoader(data, batch_sampler=Grouped(DistributedSampler(data, 2, rank))), rank, 2)  # type: ignore[arg-type]
-            for rank in (0, 1)
-        ]
+        feeds = [feed_of(loader_of(data, batch_sampler=Grouped(sampler_of(data, 2, rank))), rank, 2) for rank in (0, 1)]
         epochs = [[read(feed, epoch) for feed in feeds] for epoch in (0, 1)]
         assert [sorted(samples([samples(share) for share in shares])) for shares in epochs] == [data, data]
         assert epochs[0] != epochs[1], "set_epoch must reach the sampler inside"
@@ -285,11 +292,11 @@ class TestGivenLoaders:
     )
     def test_h68_samplers_that_know_no_ranks_take_turns(self, make: Any, expected: int) -> None:
         def shares(epoch: int) -> list[list[int]]:
-            loader = DataLoader(list(range(20)), batch_size=2, sampler=make())  # type: ignore[arg-type]
+            loader = loader_of(list(range(20)), batch_size=2, sampler=make())
             return [samples(batches) for batches in read_all(loader, 2, epoch)]
 
         def alone(epoch: int) -> list[int]:
-            loader = DataLoader(list(range(20)), batch_size=2, sampler=make())  # type: ignore[arg-type]
+            loader = loader_of(list(range(20)), batch_size=2, sampler=make())
             return samples(read(feed_of(loader, 0, 1), epoch))
 
         for epoch in (0, 1):
@@ -302,7 +309,7 @@ class TestGivenLoaders:
         def digest(sampler_seed: int, rank: int) -> int | None:
             generator = torch.Generator().manual_seed(sampler_seed)
             sampler = SubsetRandomSampler(range(20), generator=generator)
-            feed = feed_of(DataLoader(list(range(20)), sampler=sampler), rank, 2)  # type: ignore[arg-type]
+            feed = feed_of(loader_of(list(range(20)), sampler=sampler), rank, 2)
             feed.begin_epoch(0)
             return feed.order_digest
 
@@ -315,12 +322,12 @@ class TestGivenLoaders:
         assert feed.order_digest is None
 
     def test_fewer_batches_than_ranks_are_refused(self) -> None:
-        loader = DataLoader(list(range(9)), batch_sampler=Buckets(9, 3))  # type: ignore[arg-type]
+        loader = loader_of(list(range(9)), batch_sampler=Buckets(9, 3))
         with pytest.raises(DataError, match="training loader's Buckets gives 3 batches for 4 ranks"):
             feed_of(loader, 0, 4)
 
     def test_rank_0_is_told_that_ranks_take_turns(self, caplog: pytest.LogCaptureFixture) -> None:
-        loader = DataLoader(list(range(9)), batch_sampler=Buckets(9, 3))  # type: ignore[arg-type]
+        loader = loader_of(list(range(9)), batch_sampler=Buckets(9, 3))
         with caplog.at_level(logging.WARNING):
             feed_of(loader, 1, 2)
             assert not caplog.records
@@ -334,7 +341,7 @@ class TestGivenLoaders:
                     yield [0, 1]
                     yield [2, 3]
 
-        feed = feed_of(DataLoader(list(range(4)), batch_sampler=Endless()), 1, 2)  # type: ignore[arg-type]
+        feed = feed_of(loader_of(list(range(4)), batch_sampler=Endless()), 1, 2)
         feed.begin_epoch(0)
         assert [feed.take().batch.tolist() for _ in range(600)] == [[2, 3]] * 600
         assert feed.batches_per_epoch is None

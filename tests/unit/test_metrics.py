@@ -142,11 +142,11 @@ def test_h96_no_average_of_averages() -> None:
 
 
 def test_names_need_not_be_on_every_rank() -> None:
-    metrics = reduce(
-        lambda log: None,
-        lambda log: log.add("seldom", 3.0, weight=2),
-        lambda log: (log.add("seldom", 6.0), log.add("peak", 1, how="max"))[0],
-    )
+    def both(log: MetricLog) -> None:
+        log.add("seldom", 6.0)
+        log.add("peak", 1, how="max")
+
+    metrics = reduce(lambda log: None, lambda log: log.add("seldom", 3.0, weight=2), both)
     assert metrics == {"peak": 1.0, "seldom": 4.0}
     assert list(metrics) == ["peak", "seldom"]
     assert reduce(lambda log: None, lambda log: None) == {}
@@ -201,10 +201,15 @@ def test_names_signature_and_clear() -> None:
 
 class TestSumFast:
     def test_it_is_one_vector_of_sums_and_weights(self) -> None:
-        logs = logs_of(
-            lambda log: (log.add("loss", 1.0, weight=3), log.add("n", 2, how="sum"))[0],
-            lambda log: (log.add("n", 5, how="sum"), log.add("loss", 2.0, weight=1))[0],
-        )
+        def first(log: MetricLog) -> None:
+            log.add("loss", 1.0, weight=3)
+            log.add("n", 2, how="sum")
+
+        def second(log: MetricLog) -> None:
+            log.add("n", 5, how="sum")
+            log.add("loss", 2.0, weight=1)
+
+        logs = logs_of(first, second)
         assert Together(logs).vectors == [[3.0, 3.0, 2.0, 1.0], [2.0, 1.0, 5.0, 1.0]]
         assert [log.sum_fast(Together(logs)) for log in logs] == [{"loss": 1.25, "n": 7.0}] * 2
 
