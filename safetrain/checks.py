@@ -29,6 +29,25 @@ def join_key(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
+def check_keys(node: object, where: str = "") -> None:
+    """Every key below ``node`` is text.
+
+    Raises:
+        ConfigError: one is not, as ``on`` or ``no`` are not in YAML.
+    """
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            key = join_key(where, str(name))
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"{key}: a key must be text, not {kind_of(name)}. YAML reads on, off, yes, no as such."
+                )
+            check_keys(value, key)
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            check_keys(value, f"{where}[{index}]")
+
+
 def check_types(section: Any, where: str) -> None:
     """Every field of a dataclass holds what its annotation says.
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from omegaconf import OmegaConf
 
-from safetrain.checks import at_least, check_types, join_key, kind_of, more_than_zero, unknown_key
+from safetrain.checks import at_least, check_keys, check_types, join_key, kind_of, more_than_zero, unknown_key
 from safetrain.errors import ConfigError
 
 T = TypeVar("T")
@@ -162,6 +162,7 @@ class Config:
         Raises:
             ConfigError: a key is unknown or missing, or a value has the wrong type or is out of range.
         """
+        check_keys(values)
         return _parse(cls, values, "")
 
     def to_plain(self) -> dict[str, Any]:

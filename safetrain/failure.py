@@ -133,14 +133,14 @@ def summary(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> str:
         same = [f for f in others if (f.error, f.message) == (culprit.error, culprit.message)]
         lines = _tell(culprit, [f.rank for f in same])
         lines += [line for f in others if f not in same for line in _tell_briefly(f)]
-        told = sorted({culprit.rank, *(f.rank for f in others)})
+        told, logs = sorted({culprit.rank, *(f.rank for f in others)}), [culprit.rank]
     else:
         lines = [line for e in silent for line in _tell_exit(e, run_dir)] or ["Training failed; no rank says why."]
-        told = [e.rank for e in silent]
+        told = logs = [e.rank for e in silent]
     victims = [rank for rank in range(world_size) if rank not in told]
     if victims and told:
         lines.append(f"{_ranks(victims).capitalize()} did not fail: ended because {_ranks(told)} did.")
-    lines += [f"Log of rank {rank}: {_log_path(run_dir, rank)}" for rank in told[:1]]
+    lines += [f"Log of rank {rank}: {_log_path(run_dir, rank)}" for rank in logs]
     return "\n".join(lines) + "\n"
 
 

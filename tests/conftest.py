@@ -16,6 +16,7 @@ hypothesis.settings.register_profile("safetrain", deadline=None, max_examples=50
 hypothesis.settings.load_profile("safetrain")
 
 _SETTLE_S = 5.0  # threads and processes that are on their way out may take this long on a loaded machine
+_SET_BY_IMPORTS = ("KMP_", "TORCHINDUCTOR_")  # scikit-learn and torch set such variables when they are first needed
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # Python keeps them until it ends
 
 
@@ -35,7 +36,8 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    ignored = ("PYTEST_CURRENT_TEST", *_SET_BY_IMPORTS)
+    return {name: value for name, value in os.environ.items() if not name.startswith(ignored)}
 
 
 def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:

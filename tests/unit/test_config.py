@@ -16,7 +16,7 @@ NODE = {"_target_": "torch.nn.Identity"}
 
 
 def plain(**changes: Any) -> dict[str, Any]:
-    policy = {name: NODE for name in ("skip", "uneven", "non_finite", "out_of_memory", "unused")}
+    policy = dict.fromkeys(("skip", "uneven", "non_finite", "out_of_memory", "unused"), NODE)
     least = {"name": "n", "run_dir": "/r", "trainer": NODE, "precision": NODE, "strategy": NODE, "policy": policy}
     return least | changes
 
@@ -61,6 +61,7 @@ def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(
         ({"optimizer": {"generator": NODE, "critic": {"lr": 1}}}, "optimizer.critic={'lr': 1}: must be a mapping with"),
         ({"observers": {"bar": "yes"}}, "observers.bar='yes': must be a mapping with a _target_"),
         ({"policy": {"skip": NODE}}, "policy.uneven is missing"),
+        ({"vars": {"flags": [{True: 1}]}}, "vars.flags[0].True: a key must be text, not true or false. YAML reads on,"),
     ],
 )
 def test_a_wrong_key_or_node_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -87,7 +88,13 @@ def test_a_resolved_config_holds_no_recipe_of_its_own_and_free_values_are_free()
     flag=st.none() | st.booleans(),
 )
 def test_what_a_rank_reads_is_what_was_resolved(numbers: list[float], text: str, flag: bool | None) -> None:
-    values = {"numbers": numbers, "text": text, "flag": flag, "looks_like": ["1e-4", "null", "yes", "012"], "tiny": 1e-5}
+    values = {
+        "numbers": numbers,
+        "text": text,
+        "flag": flag,
+        "looks_like": ["1e-4", "null", "yes", "012"],
+        "tiny": 1e-5,
+    }
     config = Config.parse(plain(vars=values))
     assert Config.from_yaml(config.to_yaml()) == config
 

@@ -20,12 +20,11 @@ def record(rank: int, error: BaseException, *, time_ns: int = 0, victim: bool = 
 def raised(path: Path, code: str) -> BaseException:
     """The exception of a user's file that holds ``code``."""
     path.write_text(textwrap.dedent(code))
-    try:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  whatever it is
         exec(compile(path.read_text(), str(path), "exec"), {})
-    except BaseException as error:  # noqa: BLE001  the point of it
-        assert error.__traceback__ is not None
-        return error.with_traceback(error.__traceback__.tb_next)  # without the frame of this function
-    raise AssertionError("nothing was raised")
+    own_frame = caught.value.__traceback__
+    assert own_frame is not None
+    return caught.value.with_traceback(own_frame.tb_next)
 
 
 def test_a_record_names_the_users_line_step_and_phase(tmp_path: Path) -> None:
