@@ -163,7 +163,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self._paths: list[str] = []
         self._labels: list[int] = []
         for label, name in enumerate(classes):
-            pictures = pictures_in(Path(root) / split / name)
+            pictures = pictures_of_class(Path(root) / split / name)
             self._paths += map(str, pictures)
             self._labels += [label] * len(pictures)
 
@@ -201,9 +201,14 @@ def class_folders(folder: Path) -> list[str]:
     return names
 
 
-def pictures_in(folder: Path) -> list[Path]:
-    """The pictures of one class, in alphabetical order."""
-    pictures = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ImageFolder.suffixes)
+def find_pictures(folder: Path) -> list[Path]:
+    """Every picture below ``folder``, in alphabetical order."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in ImageFolder.suffixes)
+
+
+def pictures_of_class(folder: Path) -> list[Path]:
+    """The pictures of one class; at least one."""
+    pictures = find_pictures(folder)
     if not pictures:
         raise DataError(
             f"class {folder.name} is empty: {folder} has no file that ends in {', '.join(ImageFolder.suffixes)}. "
@@ -219,26 +224,28 @@ def read_picture(path: Path) -> Tensor:
     try:
         with Image.open(path) as image:
             colour = image.convert("RGB")
-    except Exception as error:  # damaged files make Pillow's decoders raise almost anything
+    except Exception as error:  # noqa: BLE001  damaged files make Pillow's decoders raise almost anything
         raise DataError(
-            f"{path} can't be read as a picture ({error}). Repair or remove it; to list all such files, run\n"
-            f"  python -m safetrain.recipes.resnet_ddp {path.parent.parent}"
-        ) from error
+            f"{path} can't be read as a picture ({error}). Repair or remove it; all such files are listed by "
+            f"`python -m safetrain.recipes.resnet_ddp {path.parent.parent}`"
+        ) from None
     pixels = torch.frombuffer(bytearray(colour.tobytes()), dtype=torch.uint8)
     return pixels.view(colour.height, colour.width, 3).permute(2, 0, 1) / 255
 
 
-def main(folder: Path) -> int:
-    """Print every picture below ``folder`` that cannot be read; the number of them."""
-    unreadable = 0
-    for path in pictures_in(folder):
+def list_unreadable(folder: Path) -> int:
+    """Print the pictures below ``folder`` that can't be read; the number of them."""
+    count = 0
+    for path in find_pictures(folder):
         try:
             read_picture(path)
         except DataError as error:
-            unreadable += 1
-            print(error.args[0].splitlines()[0])
-    return unreadable
+            print(str(error).partition(". Repair")[0])
+            count += 1
+    return count
 
 
 if __name__ == "__main__":
-    sys.exit(min(main(Path(sys.argv[1])), 1))
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m safetrain.recipes.resnet_ddp FOLDER")
+    sys.exit(list_unreadable(Path(sys.argv[1])) > 0)

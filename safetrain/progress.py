@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TextIO
 
@@ -112,14 +113,14 @@ class ProgressBar:
         rows = [("finished", f"after {end.step} steps" + (f": {end.text}" if end.text else ""))]
         for name in self._validations[-1].metrics if self._validations else ():
             history = [(event.metrics[name], event.epoch + 1) for event in self._validations if name in event.metrics]
-            (low, low_at), (high, high_at) = min(history), max(history)
+            (low, low_at), (high, high_at) = (pick(history, key=itemgetter(0)) for pick in (min, max))
             extremes = f"(lowest {low:.4g} in epoch {low_at}, highest {high:.4g} in epoch {high_at})"
             rows.append((name, f"{history[-1][0]:.4g}  {extremes}"))
         if run.run_dir is not None:
             here = run.run_dir.relative_to(Path.cwd()) if run.run_dir.is_relative_to(Path.cwd()) else run.run_dir
             places = {
                 "run directory": ("", str(here)),
-                "output": ("logs", f"{here / 'logs'}/rank_*.log"),
+                "logs": ("logs", f"{here / 'logs'}/rank_*.log"),
                 "events": ("events.jsonl", str(here / "events.jsonl")),
                 "curves": ("tensorboard", f"tensorboard --logdir {here}"),
             }
