@@ -71,6 +71,11 @@ class Tally:
     same_applied_steps: bool
     same_log_keys: bool
 
+    @property
+    def fell_apart(self) -> bool:
+        """Whether a rank failed, or changed what its model trains while others did not."""
+        return self.failed > 0 or 0 < self.relayout < self.world_size
+
 
 def exact_bits(world_size: int) -> int:
     """How many bits a word may have on each rank so that its fp32 average still gives the exact sum."""

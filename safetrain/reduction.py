@@ -103,8 +103,9 @@ class Reduction:
 
     def _wrap(self) -> None:
         self._layout = ParameterLayout(self.model)
-        self._check_same_on_all_ranks()
+        self._layout.check_same_on_all_ranks(self._comm)
         self._buffers = BufferGuard(self.model)
+        self._buffers.note()
         self._step_module = StepModule(self.model, self._box.words if self._rides else 1, self._comm.device)
         self._ballot_edge = get_gradient_edge(self._step_module.ballot)
         strategy, device = self._strategy, self._comm.device
@@ -118,6 +119,8 @@ class Reduction:
             **_buffer_argument(strategy.broadcast_buffers),
         )
         if strategy.comm_hook is not None:
+            if strategy.comm_hook == "bf16" and device.type == "cpu":
+                raise UsageError("strategy.comm_hook=bf16 needs GPUs (NCCL): on the CPU use fp16, or null")
             self._ddp.register_comm_hook(self._comm.ddp_group, _COMM_HOOKS[strategy.comm_hook])
         self._parameters = [parameter for _, parameter in self._layout.trained]
         self._before_last: list[tuple[torch.Tensor | None, int]] | None = None
@@ -125,23 +128,20 @@ class Reduction:
         self._compared_unused: list[bool] = []
         self._unused_everywhere: list[bool] = []
 
-    def _check_same_on_all_ranks(self) -> None:
-        mine = [(name, tuple(p.shape), str(p.dtype)) for name, p in self._layout.trained]
-        for rank, theirs in enumerate(self._comm.gather(mine)):
-            if theirs != mine:
-                difference = _first_difference(mine, theirs)
-                raise UsageError(
-                    f"ranks {self._comm.rank} and {rank} would train different parameters: {difference}. "
-                    "Build the model from the config alone, the same on every rank."
-                )
-        if not mine:
-            raise UsageError("the model has no parameter with requires_grad=True: nothing to train")
-
     # --- one window -------------------------------------------------------------------------------------------------
 
-    def layout_changed(self, *, walk: bool = False) -> bool:
-        """Whether DDP no longer knows what this rank's model trains. ``walk`` also looks for new modules."""
-        return self._layout.changed() or (walk and self._layout.grown(self.model))
+    def layout_change(self, *, walk: bool = False) -> str | None:
+        """What DDP does not know of this rank's model; None: it knows all. ``walk`` also looks for new modules.
+
+        Raises:
+            UsageError: a parameter was converted or moved for good.
+        """
+        return self._layout.change() or (self._layout.growth(self.model) if walk else None)
+
+    def convert_back(self) -> None:
+        """Undo a conversion of the model, for the window in which this rank says that it fails."""
+        self._layout.convert_back()
+        self._buffers.restore()
 
     def announce_layout(self, vote: Vote, accumulate: int) -> Tally:
         """An empty window on the old wrap, which tells the ranks that this one's parameters have changed."""
@@ -168,11 +168,11 @@ class Reduction:
     def forward(self, run: Callable[[], T], *, last: bool, first: bool) -> T:
         """One micro-batch's DDP forward round ``run``, which must not raise; gradients are reduced in the last one.
 
-        A loss that ``run`` returns comes back with a node of DDP's in its graph where the graph is static: without it nothing
-        starts the reduction of the first window.
+        A loss that ``run`` returns comes back with a node of DDP's in its graph where the graph is static: without it
+        nothing starts the reduction of the first window.
         """
-        # torch 2.13 counts a static graph's gradients wrongly under no_sync (it asserts in the first window, and would not
-        # reduce from the second on): there every micro-batch is reduced, with the same result
+        # torch 2.13 counts a static graph's gradients wrongly under no_sync (it asserts in the first window, and would
+        # not reduce from the second on): there every micro-batch is reduced, with the same result
         with nullcontext() if last or self._strategy.static_graph else self._ddp.no_sync():
             returned: T = self._ddp(run)
         if last and not first:
@@ -285,10 +285,3 @@ def _buffer_argument(broadcast_buffers: bool) -> dict[str, Any]:
         return {}
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
-
-
-def _first_difference(mine: Sequence[Any], theirs: Sequence[Any]) -> str:
-    for a, b in zip(mine, theirs, strict=False):
-        if a != b:
-            return f"{a} against {b}"
-    return f"{len(mine)} against {len(theirs)} parameters"

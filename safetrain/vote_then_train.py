@@ -34,7 +34,7 @@ class VoteThenTrain:
             reason = "no data for its first window: it has nothing to take part in the forward with"
             share.note(Outcome.FAILED, reason, "the data set", UsageError(reason))
         tally = parts.reduction.vote_first(parts.vote(step, applied_steps, share))
-        if tally.failed or tally.weight == 0 or parts.policies.drops(tally):
+        if tally.fell_apart or tally.weight == 0 or parts.policies.drops(tally):
             return tally
         self._spare_batch = next(
             (f.batch for f, weight in zip(batches, weights, strict=True) if weight), self._spare_batch

@@ -17,8 +17,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from safetrain.ballot import Outcome, Tally, Vote
+from safetrain.build import check_optimizers
 from safetrain.contain import Share
-from safetrain.errors import CommunicationError, PeerFailed, TrainingStopped
+from safetrain.errors import CommunicationError, PeerFailed, TrainingStopped, UsageError
 from safetrain.parts import Parts
 from safetrain.precision import Clip
 from safetrain.train_then_vote import TrainThenVote
@@ -123,7 +124,7 @@ class Window:
 
     def _check_together(self, step: int, share: Share, tally: Tally) -> None:
         """All ranks are at the same step, took the same optimizer steps, and none has failed."""
-        if tally.failed:
+        if tally.fell_apart:
             self._leave(step, share)
         if not tally.same_step:
             raise CommunicationError(
@@ -140,24 +141,35 @@ class Window:
     def _leave(self, step: int, share: Share) -> NoReturn:
         """All ranks stop at this step: the culprit with its own exception, the others with the culprit's words."""
         parts = self._parts
+        parts.reduction.restore_buffers()  # the state that is left is that of the last whole step
         if share.outcome is Outcome.FAILED:
             raise parts.failed(step, share.reason, share.phase) from share.error
-        reasons = {rank: parts.comm.read(f"failure/{step}/{rank}") for rank in range(parts.comm.world_size)}
+        reasons = {
+            rank: parts.comm.read(f"failure/{step}/{rank}") or parts.comm.read(f"layout/{step}/{rank}")
+            for rank in range(parts.comm.world_size)
+        }
         failed = {rank: reason for rank, reason in reasons.items() if reason is not None}
         text = "; ".join(f"rank {rank} failed at step {step}: {reason}" for rank, reason in failed.items())
         raise PeerFailed(text, ranks=list(failed), step=step)
 
     def _follow_layout(self, step: int, *, walk: bool = False) -> None:
-        """Where parameters were frozen, unfrozen or replaced, an empty window carries the news and all ranks wrap
-        anew."""
-        parts = self._parts
-        if not parts.reduction.layout_changed(walk=walk):
+        """Where parameters were frozen, unfrozen or replaced, an empty window says so, and all ranks wrap anew."""
+        parts, share = self._parts, Share()
+        try:
+            change = parts.reduction.layout_change(walk=walk)
+        except UsageError as error:
+            change = str(error)
+            share.note(Outcome.FAILED, change, "training_step", error)
+            parts.reduction.convert_back()
+        if change is None:
             return
+        reason = change if share.error else f"{change}, but not on all ranks: do it on all of them before the same step"
+        parts.comm.post(f"layout/{step}/{parts.comm.rank}", reason)
         tally = parts.reduction.announce_layout(
-            Vote(step=step, applied_steps=self.applied_steps, relayout=True), parts.accumulate
+            Vote(step=step, applied_steps=self.applied_steps, outcome=share.outcome, relayout=True), parts.accumulate
         )
         if tally.relayout < tally.world_size:
-            raise parts.failed(
-                step, "its parameters were frozen, unfrozen or replaced, but not on all ranks", "training_step"
-            )
+            share.note(Outcome.FAILED, reason, "training_step")
+        self._check_together(step, share, tally)
+        check_optimizers(parts.optimizers, parts.reduction.model)
         parts.reduction.rewrap()
