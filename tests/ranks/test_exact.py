@@ -145,7 +145,7 @@ def test_any_number_of_ranks_equals_one_process_on_the_joined_batch(
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_token_weights_are_exact(world_size: int) -> None:
-    """Padded sequences: the loss is a mean over real tokens, of which every micro-batch has another number; some have none."""
+    """The loss is a mean over real tokens, of which every micro-batch has another number; some have none."""
     generator = torch.Generator().manual_seed(5)
     batches = []
     for _ in range(world_size):

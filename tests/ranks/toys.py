@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,11 +49,21 @@ class PerRank(IterableDataset[Any]):
         assert shards == len(self._batches)
         self._shard = shard
 
-    def __iter__(self) -> Any:
-        for item in self._batches[self._shard]:
-            if isinstance(item, Exception):
-                raise item
-            yield item
+    def __iter__(self) -> Iterator[Any]:
+        return _Items(self._batches[self._shard])
+
+
+class _Items(Iterator[Any]):
+    """Raises items that are exceptions, and goes on after that: a generator would be finished."""
+
+    def __init__(self, items: Sequence[Any]) -> None:
+        self._items = iter(items)
+
+    def __next__(self) -> Any:
+        item = next(self._items)
+        if isinstance(item, Exception):
+            raise item
+        return item
 
 
 class Classifier(safetrain.Trainer):
@@ -102,7 +112,7 @@ def train_alone(
     clip_norm: float | None = None,
     loss: Callable[[nn.Module, Batch], torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """One process, one big batch a window: the mean over all samples of all micro-batches, gradients left None where unused."""
+    """One process, one big batch a window: the mean over all samples of all micro-batches."""
     sum_loss = loss or (lambda m, batch: F.cross_entropy(m(batch[0]), batch[1], reduction="sum"))
     optimizer = make_optimizer(model.parameters())
     for micro_batches in windows:
