@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from safetrain.observer import Observer as Observer
     from safetrain.observer import RunInfo as RunInfo
     from safetrain.policies import Policies as Policies
-    from safetrain.reduction import DDPStrategy as DDPStrategy
+    from safetrain.strategy import DDPStrategy as DDPStrategy
     from safetrain.trainer import Result as Result
     from safetrain.trainer import Trainer as Trainer
 
@@ -36,7 +36,7 @@ _HOMES = {
     "Comm": "comm",
     "CommunicationError": "errors",
     "ConfigError": "errors",
-    "DDPStrategy": "reduction",
+    "DDPStrategy": "strategy",
     "DataError": "errors",
     "Event": "observer",
     "Loader": "config",

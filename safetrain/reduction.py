@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,48 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from safetrain.ballot import BallotBox, Tally, Vote, exact_bits, fits_in_gradients
 from safetrain.comm import Comm
-from safetrain.errors import ConfigError, UsageError
+from safetrain.errors import UsageError
 from safetrain.layout import BufferGuard, ParameterLayout
+from safetrain.strategy import DDPStrategy
 
 T = TypeVar("T")
 _COMM_HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 _CONTROL_GROUP_BITS = 20  # int64 words have room for any limb; this keeps the squares small
-
-
-@dataclass(frozen=True)
-class DDPStrategy:
-    """How DDP reduces.
-
-    Attributes:
-        bucket_cap_mb: size of a gradient bucket in MiB; the smaller, the earlier reduction starts, the more calls.
-        gradient_as_bucket_view: gradients live in the buckets: one copy less.
-        broadcast_buffers: before each synchronising forward, buffers are made equal to rank 0's.
-        static_graph: torch's optimisation for graphs that never change. Incompatible with completion: the vote then
-        comes first. comm_hook: compress gradients to ``bf16`` or ``fp16`` on the wire; None: as they are.
-        sync_batchnorm: turn BatchNorm into SyncBatchNorm (GPU only). Its forward communicates: the vote then comes
-        first. forward_communicates: the model's own forward issues collectives: the vote then comes first.
-        compile: ``model.compile()`` before the wrap.
-    """
-
-    bucket_cap_mb: float = 25.0
-    gradient_as_bucket_view: bool = True
-    broadcast_buffers: bool = True
-    static_graph: bool = False
-    comm_hook: str | None = None
-    sync_batchnorm: bool = False
-    forward_communicates: bool = False
-    compile: bool = False
-
-    def __post_init__(self) -> None:
-        if self.bucket_cap_mb <= 0:
-            raise ConfigError(f"strategy.bucket_cap_mb={self.bucket_cap_mb}: must be above 0 (MiB)")
-        if self.comm_hook is not None and self.comm_hook not in _COMM_HOOKS:
-            raise ConfigError(f"strategy.comm_hook={self.comm_hook!r}: allowed are null, {', '.join(_COMM_HOOKS)}")
-
-    @property
-    def votes_first(self) -> bool:
-        """Whether a window's vote must come before its forward."""
-        return self.static_graph or self.sync_batchnorm or self.forward_communicates
 
 
 class StepModule(nn.Module):
@@ -75,8 +39,7 @@ class StepModule(nn.Module):
         self.model = model
 
     def forward(self, run: Callable[[], T]) -> T:
-        # user code that leaves gradients switched off would make DDP skip its preparation for backward, on this rank
-        # only
+        # user code that leaves gradients switched off would make DDP skip its preparation for backward on this rank
         with torch.enable_grad():
             return run()
 
@@ -119,8 +82,6 @@ class Reduction:
             **_buffer_argument(strategy.broadcast_buffers),
         )
         if strategy.comm_hook is not None:
-            if strategy.comm_hook == "bf16" and device.type == "cpu":
-                raise UsageError("strategy.comm_hook=bf16 needs GPUs (NCCL): on the CPU use fp16, or null")
             self._ddp.register_comm_hook(self._comm.ddp_group, _COMM_HOOKS[strategy.comm_hook])
         self._parameters = [parameter for _, parameter in self._layout.trained]
         self._before_last: list[tuple[torch.Tensor | None, int]] | None = None

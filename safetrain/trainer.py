@@ -27,9 +27,10 @@ from safetrain.observer import Observer, RunInfo
 from safetrain.parts import Parts, UserCode
 from safetrain.policies import Policies
 from safetrain.precision import FP32, Clip, Precision
-from safetrain.reduction import DDPStrategy, Reduction
+from safetrain.reduction import Reduction
 from safetrain.report import Reporter
 from safetrain.seeding import seed_process
+from safetrain.strategy import DDPStrategy
 from safetrain.window import Window
 
 T = TypeVar("T")
@@ -240,7 +241,7 @@ class Trainer:
         comm, options = self.comm, self.loader
         self._stopped = False
         torch.manual_seed(self.seed)  # the same initial weights on every rank
-        self.model = self.build_model().to(comm.device)
+        self.model = self.strategy.prepare(self.build_model(), comm)
         self._reduction = Reduction(self.model, comm, self.strategy)
         self.optimizers = self.build_optimizers()
         check_optimizers(self.optimizers, self.model)

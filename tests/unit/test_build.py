@@ -77,5 +77,5 @@ def test_what_cannot_train_the_model_is_refused_by_name(given: Any, words: str) 
 def test_a_parameter_in_two_optimizers_is_refused() -> None:
     model = Gan()
     optimizers = {"all": sgd(model.parameters()), "generator": sgd(model.generator.parameters())}
-    with pytest.raises(UsageError, match="generator.weight is in the optimizers 'all' and 'generator'"):
+    with pytest.raises(UsageError, match=r"generator\.weight is in the optimizers 'all' and 'generator'"):
         check_optimizers(optimizers, model)
