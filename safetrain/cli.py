@@ -71,15 +71,13 @@ def list_recipes() -> str:
 
 def _as_launcher() -> int:
     """Compose, and start ranks for each job."""
-    from hydra.core.hydra_config import HydraConfig
-
-    from safetrain.compose import for_each_job, resolve
+    from safetrain.compose import for_each_job, job_overrides, resolve
     from safetrain.launch import Interrupted
 
     jobs: list[Job] = []
 
     def run(composed: DictConfig) -> float | None:
-        jobs.append(job := Job(" ".join(HydraConfig.get().overrides.task)))
+        jobs.append(job := Job(job_overrides()))
         try:
             config = resolve(composed)
             job.run_dir = _shown(Path(config.run_dir))

@@ -55,6 +55,12 @@ def for_each_job(job: Callable[[DictConfig], float | None]) -> None:
         raise errors[0]
 
 
+def job_overrides() -> str:
+    """What the command line, or the sweeper, said about the job at hand."""
+    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return " ".join(overrides)
+
+
 def resolve(composed: DictConfig) -> Config:
     """The config with every interpolation resolved, once, and everything checked that needs no process.
 
@@ -82,8 +88,10 @@ def resolve(composed: DictConfig) -> Config:
 
 def _check_what_it_builds(config: Config) -> None:
     check_targets({**config.to_plain(), "trainer": None})
-    from safetrain.worker import blueprint, instantiate  # imports torch
+    from safetrain.launch import number_of_ranks  # these import torch
+    from safetrain.worker import blueprint, instantiate
 
+    number_of_ranks(config)
     check_targets(blueprint(config), "trainer")
     parts = {"precision": config.precision, "strategy": config.strategy}
     parts |= {f"policy.{name}": node for name, node in config.to_plain()["policy"].items()}

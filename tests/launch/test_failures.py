@@ -78,7 +78,7 @@ def test_a_rank_that_ignores_sigterm_is_gone_after_the_grace(project: Project) -
     project.wait_until_training()
     done = project.finish(process)
     assert done.code == 1
-    assert done.seconds < 15  # torch's own grace is 30 s
+    assert done.seconds < 25  # torch alone would wait for 30 s
     assert re.match(r"Training failed: rank 1 \(process \d+\) left with exit code 3", done.err)
 
 

@@ -1,0 +1,141 @@
+"""What is wrong on the command line is told before a process starts: exit code 2, one message, no traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from safetrain import cli, launch
+from safetrain.user_path import search_user_code_last
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """``python -m safetrain`` in this process, in a user's folder, where no rank may start."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    search_user_code_last()
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("a process was started"))
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(
+        "# @package _global_\n# My own.\ntrainer: {_target_: cli_mine.Mine}\n"
+        "model: {_target_: torch.nn.Linear, in_features: 2, out_features: 1}\n"
+        "optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.1}\n"
+    )
+    (tmp_path / "cli_mine.py").write_text(
+        "import safetrain\nclass Mine(safetrain.Trainer):\n    def training_step(self, batch): ...\n"
+    )
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["safetrain", *arguments])
+        try:
+            code = cli.main(arguments)
+        except SystemExit as leave:
+            code = int(leave.code or 0)
+        return code, *capsys.readouterr()
+
+    yield command
+    sys.modules.pop("cli_mine", None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe=mien"], "recipe=mien: no such choice. Did you mean mine? Allowed: mine, resnet_ddp."),
+        (["loop.epochs=3"], "recipe is missing: say recipe=NAME. Allowed: resnet_ddp, mine."),
+        (["recipe=mine", "strategy=dpp"], "strategy=dpp: no such choice. Did you mean ddp? Allowed: ddp."),
+        (
+            ["recipe=mine", "policy/skip=al"],
+            "policy/skip=al: no such choice. Did you mean all? Allowed: all, any, partial.",
+        ),
+        (["recipe=mine", "policy/skpi=any"], "policy/skpi=any: no such key. Did you mean policy/skip?"),
+        (["recip=mine"], "recip=mine: no such key. Did you mean recipe?"),
+        (["recipe=mine", "loop.epchs=3"], "loop.epchs=3: no such key. Did you mean epochs? Allowed: accumulate,"),
+        (["recipe=mine", "+loop.epchs=3"], "loop.epchs: no such key. Did you mean epochs?"),
+        (["recipe=mine", "loop.epochs=many"], "loop.epochs='many': must be a whole number, not text"),
+        (["recipe=mine", "loop.epochs=null"], "loop.epochs=None: must be a whole number, not null"),
+        (["recipe=mine", "loader.batch_size=0"], "loader.batch_size=0: must be at least 1"),
+        (["recipe=mine", "device=gpu"], "device='gpu': must be one of auto, cpu, cuda"),
+        (["recipe=mine", "strategy.bucket_cap_mb=0"], "strategy.bucket_cap_mb=0"),
+        (["recipe=mine", "strategy.comm_hook=fp8"], "strategy.comm_hook='fp8'"),
+        (["recipe=mine", "policy.skip.max_consecutive=-1"], "policy.skip: max_consecutive=-1"),
+        (["recipe=mine", "+model.widht=3"], "model.widht: torch.nn.Linear takes no such argument."),
+        (["recipe=mine", "~model.in_features"], "model: torch.nn.Linear can't be called with what the config gives it"),
+        (
+            ["recipe=mine", "model._target_=torch.nn.Linaer"],
+            "model._target_=torch.nn.Linaer: torch.nn has no Linaer. Did you",
+        ),
+        (
+            ["recipe=mine", "trainer._target_=cli_mine.Mien"],
+            "trainer._target_=cli_mine.Mien: cli_mine has no Mien. Did you",
+        ),
+        (["recipe=mine", "trainer._target_=torch.nn.ReLU"], "trainer.model: torch.nn.ReLU takes no such argument."),
+        (
+            ["recipe=mine", "+trainer.looop=3"],
+            "trainer.looop: cli_mine.Mine takes no such argument. Did you mean loop?",
+        ),
+        (["recipe=mine", "optimizer.lr=0.1,0.2"], "Ambiguous value for argument 'optimizer.lr=0.1,0.2'"),
+        (["recipe=mine", "loop.epochs=[1"], "loop.epochs=[1: can't be read as key=value."),
+        (["recipe=mine", "loop"], "loop: can't be read as key=value."),
+        (["recipe=mine", "+vars.a=${loop.epohcs}"], "vars.a: Interpolation key 'loop.epohcs' not found"),
+        (["recipe=mine", "trainer=???"], "trainer is missing: the recipe, or trainer=VALUE, has to say it"),
+        (["recipe=mine", "device=cuda"], "device=cuda: torch sees no GPU on this machine. Allowed here: auto, cpu."),
+    ],
+)
+def test_a_mistake_is_refused_with_the_remedy(run: Run, overrides: list[str], message: str) -> None:
+    code, _, err = run(*overrides)
+    assert message in err
+    assert code == 2
+    assert "Traceback" not in err
+    assert not Path("outputs").exists()  # nothing is left of a job that was refused
+
+
+def test_a_recipe_that_is_no_yaml_is_refused(run: Run) -> None:
+    Path("recipe", "broken.yaml").write_text("# @package _global_\nmodel: {_target_: a.b\nloop: 3\n")
+    code, _, err = run("recipe=broken")
+    assert code == 2
+    assert "recipe/broken.yaml" in err
+    assert "line 3" in err
+    assert "Traceback" not in err
+
+
+def test_a_trainer_that_does_not_pass_its_parts_on_is_refused(run: Run) -> None:
+    Path("cli_mine.py").write_text(
+        "import safetrain\nclass Mine(safetrain.Trainer):\n    def __init__(self, width=3): super().__init__()\n"
+    )
+    code, _, err = run("recipe=mine")
+    assert code == 2
+    assert "trainer.model: cli_mine.Mine takes no such argument" in err
+
+
+def test_without_arguments_the_recipes_are_listed(run: Run) -> None:
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert "  resnet_ddp  A small ResNet" in out
+    assert "  mine        My own.  (./recipe/mine.yaml)" in out
+    assert "python -m safetrain recipe=resnet_ddp" in out
+
+
+def test_help_tells_the_commands_the_choices_and_the_values(run: Run) -> None:
+    code, out, err = run("--help")
+    assert (code, err) == (0, "")
+    for text in (
+        "python -m safetrain -m recipe=NAME",
+        "policy/skip: all, any, partial",
+        "recipe: resnet_ddp",
+        "  epochs: 1",
+    ):
+        assert text in out, text
+
+
+def test_cfg_job_prints_what_will_run(run: Run) -> None:
+    code, out, err = run("recipe=mine", "loop.epochs=7", "--cfg", "job")
+    assert (code, err) == (0, "")
+    assert "  _target_: cli_mine.Mine" in out
+    assert "  epochs: 7" in out
+    assert not Path("outputs").exists()
