@@ -89,9 +89,9 @@ class ProgressBar:
             return
         total = self._run.total_steps
         words = [self._place(), f"step {self._step}/{total or '?'}", *self._progress(), *_words(validation or {})]
-        if total is not None and self._step > self._run.start_step:
+        if total is not None and self._run.start_step < self._step < total:
             seconds_per_step = (time.monotonic() - self._started_at) / (self._step - self._run.start_step)
-            words.append(f"{_Bar.format_interval(seconds_per_step * max(0, total - self._step))} left")
+            words.append(f"{_Bar.format_interval(seconds_per_step * (total - self._step))} left")
         rank_log.say("  ".join(words))
         self._told_step, self._told_at = self._step, time.monotonic()
 

@@ -51,7 +51,7 @@ def test_in_a_pipe_there_is_a_plain_line_an_epoch(capfd: pytest.CaptureFixture[s
     assert first == "demo: 1,234 parameters, 2 processes on cpu"
     assert [re.sub(r"\d\d:\d\d", "T", line) for line in epochs] == [
         "epoch 1/2  step 4/8  loss 0.25  1,500 samples/s  val/accuracy 0.5  T left",
-        "epoch 2/2  step 8/8  loss 0.125  1,500 samples/s  val/accuracy 0.9  T left",
+        "epoch 2/2  step 8/8  loss 0.125  1,500 samples/s  val/accuracy 0.9",
     ]
     assert finished == "finished      after 8 steps"
     assert accuracy == "val/accuracy  0.9  (lowest 0.5 in epoch 1, highest 0.9 in epoch 2)"
@@ -179,7 +179,7 @@ def test_on_a_terminal_lines_stand_above_the_bar_and_the_bar_goes_at_the_end() -
         "demo: 1,234 parameters, 2 processes on cpu",
         "step 1: warning: careful",
         "epoch 1/2  step 4/8  T left",
-        "epoch 2/2  step 8/8  val/loss 0.5  T left",
+        "epoch 2/2  step 8/8  val/loss 0.5",
         "finished  after 8 steps",
         "val/loss  0.5  (lowest 0.5 in epoch 2, highest 0.5 in epoch 2)",
         "",
