@@ -5,6 +5,7 @@ The names below are the public ones. They load on first use: a command line that
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from safetrain.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
+
+_HERE = os.path.dirname(__file__)  # noqa: PTH120  `python -m` still has the user's folder first on the import path
+if not os.path.isdir(os.path.join(_HERE, "configs")):  # noqa: PTH112, PTH118
+    __path__.append(os.path.dirname(_HERE))  # noqa: PTH120  a checkout: configs/ and recipes/ lie beside this folder
 
 _HOMES = {
     "Comm": "comm",
