@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from safetrain.observer import Observer as Observer
     from safetrain.observer import RunInfo as RunInfo
     from safetrain.policies import Policies as Policies
+    from safetrain.report import Result as Result
     from safetrain.strategy import DDPStrategy as DDPStrategy
-    from safetrain.trainer import Result as Result
     from safetrain.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -51,7 +51,7 @@ _HOMES = {
     "PeerFailed": "errors",
     "Policies": "policies",
     "RankFailed": "errors",
-    "Result": "trainer",
+    "Result": "report",
     "RunInfo": "observer",
     "SafetrainError": "errors",
     "SkipBatch": "errors",

@@ -130,6 +130,15 @@ class BufferGuard:
             if buffers[key] is not None:
                 buffers[key] = next(noted)
 
+    @torch.no_grad()
+    def restore_unless(self, keep: torch.Tensor) -> None:
+        """Put back the remembered values where ``keep`` is false, decided on the device."""
+        if not self._noted:
+            return
+        current = [buffer for buffers, key in self._slots if (buffer := buffers[key]) is not None]
+        for buffer, copy in zip(current, self._copies, strict=True):
+            buffer.copy_(torch.where(keep, buffer, copy))
+
 
 def _first_difference(mine: Sequence[Any], theirs: Sequence[Any]) -> str:
     for a, b in zip(mine, theirs, strict=False):

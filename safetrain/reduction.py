@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +70,7 @@ class Reduction:
         self._layout.check_same_on_all_ranks(self._comm)
         self._buffers = BufferGuard(self.model)
         self._buffers.note()
-        self._step_module = StepModule(self.model, self._box.words if self._rides else 1, self._comm.device)
+        self._step_module = StepModule(self.model, self._box.words if self._rides else 2, self._comm.device)
         self._ballot_edge = get_gradient_edge(self._step_module.ballot)
         strategy, device = self._strategy, self._comm.device
         self._ddp = DistributedDataParallel(
@@ -107,9 +108,9 @@ class Reduction:
     def announce_layout(self, vote: Vote, accumulate: int) -> Tally:
         """An empty window on the old wrap, which tells the ranks that this one's parameters have changed."""
         self._unused = []
+        self.open_window()
         if self.votes_first:
             return self.vote_first(vote)
-        self.open_window()
         for index in range(accumulate):
             self.forward(lambda: None, first=index == 0, last=index == accumulate - 1)
         return self.complete(vote)
@@ -167,7 +168,7 @@ class Reduction:
             return self._box.decode(self._step_module.ballot.grad.tolist())
         counted = torch.tensor(words, dtype=torch.float64)
         work = self._comm.start_sum(counted)
-        self._fire(self._step_module.ballot.new_zeros(1))
+        self._fire(torch.zeros_like(self._step_module.ballot))
         work.wait()
         return self._box.decode((counted / self._comm.world_size).tolist())
 
@@ -177,10 +178,18 @@ class Reduction:
         self._comm.start_sum(counted).wait()
         return self._box.decode((counted / self._comm.world_size).tolist())
 
-    def finish_voted(self) -> None:
-        """End the reduction of a window whose vote came first."""
-        if not self._strategy.static_graph:
-            self._fire(self._step_module.ballot.new_zeros(1))
+    def finish_voted(self, tally: Tally) -> Tally:
+        """End the reduction of a window whose vote came first; only now can the tally tell which ranks completed it.
+
+        A static graph is completed by DDP itself, which leaves the parameters alone that no rank used.
+        """
+        if self._strategy.static_graph:
+            return tally
+        completed = any(self._unused)
+        self._fire(torch.tensor([completed, completed and self._unused != self._compared_unused], dtype=torch.float32))
+        assert self._step_module.ballot.grad is not None
+        counts = [round(average * tally.world_size) for average in self._step_module.ballot.grad.tolist()]
+        return replace(tally, completed=counts[0], unused_changed=counts[1])
 
     def _fire(self, words: torch.Tensor) -> None:
         """Give the ballot its words, and a zero gradient to every parameter whose DDP hook has not fired.
@@ -231,12 +240,21 @@ class Reduction:
             parameter.grad = None
         self._step_module.ballot.grad = None
 
+    def discard(self) -> None:
+        """Leave no trace of this window on this rank."""
+        self.drop_gradients()
+        self._buffers.restore()
+
+    def restore_buffers_unless(self, keep: torch.Tensor) -> None:
+        """``restore_buffers`` where ``keep`` (a boolean on the device) is false, without asking the host."""
+        self._buffers.restore_unless(keep)
+
     def restore_buffers(self) -> None:
         """Buffers as they were when the window was opened."""
         self._buffers.restore()
 
     def share_buffers(self) -> None:
-        """Make all buffers equal to rank 0's, as before evaluation: in a healthy DDP run they differ between ranks."""
+        """Make all buffers equal to rank 0's, to evaluate and at the end: in a healthy DDP run they differ by rank."""
         self._comm.broadcast_tensors(list(self.model.buffers()))
 
 

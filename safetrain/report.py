@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
 
@@ -11,6 +12,21 @@ from safetrain.comm import Comm
 from safetrain.metrics import MetricLog
 from safetrain.observer import Event, Observer, RunInfo
 from safetrain.window import WindowResult
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to; the same on every rank."""
+
+    step: int
+    epoch: int
+    applied_steps: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Windows that no rank stepped on."""
+        return self.step - self.applied_steps
 
 
 class Reporter:
@@ -38,9 +54,9 @@ class Reporter:
         if result.applied:
             for name, value, weight in result.losses:
                 log.add(name, value, weight)
-        else:
+        for reason in filter(None, (result.dropped_late, result.dropped)):
             self._skipped_steps += 1
-            self._tell(Event("skip", step, epoch, {"train/skipped_steps": self._skipped_steps}, result.dropped))
+            self._tell(Event("skip", step, epoch, {"train/skipped_steps": self._skipped_steps}, reason))
         for observer in self._observers:
             observer.step(step, epoch)
         if step % self._log_every_steps == 0:
@@ -55,7 +71,8 @@ class Reporter:
         for name, optimizer in self._optimizers.items():
             suffix = "" if len(self._optimizers) == 1 else f"/{name}"
             metrics[f"train/lr{suffix}"] = float(optimizer.param_groups[0]["lr"])
-        metrics["train/grad_norm"] = result.grad_norm
+        if result.grad_norm is not None:
+            metrics["train/grad_norm"] = float(result.grad_norm)
         metrics["train/samples_per_s"] = self._weight / max(time.perf_counter() - self._since, 1e-9)
         metrics["train/skipped_steps"] = float(self._skipped_steps)
         return metrics

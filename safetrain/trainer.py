@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,27 +27,12 @@ from safetrain.parts import Parts, UserCode
 from safetrain.policies import Policies
 from safetrain.precision import FP32, Clip, Precision
 from safetrain.reduction import Reduction
-from safetrain.report import Reporter
+from safetrain.report import Reporter, Result
 from safetrain.seeding import seed_process
 from safetrain.strategy import DDPStrategy
 from safetrain.window import Window
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to; the same on every rank."""
-
-    step: int
-    epoch: int
-    applied_steps: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def skipped_steps(self) -> int:
-        """Windows that no rank stepped on."""
-        return self.step - self.applied_steps
 
 
 class Trainer:
@@ -187,6 +171,7 @@ class Trainer:
                 if self._val_feed is not None and (self.epoch + 1) % self.loop.validate_every_epochs == 0:
                     self.metrics |= self.validate()
                 self.epoch += 1
+            self._reduction.share_buffers()
             result = Result(self.step, self.epoch, window.applied_steps, dict(self.metrics))
             self._reporter.end(self.step, self.epoch, result.metrics)
         return result
@@ -204,6 +189,7 @@ class Trainer:
             if result.applied or result.dropped:
                 self.step += 1
                 self._reporter.window(self.step, self.epoch, result, self._log)
+        window.settle()
         if self.step == 0:
             raise DataError("the training data gave no batch on any rank: the dataset is empty")
 
@@ -239,7 +225,7 @@ class Trainer:
     def _build(self) -> Window:
         """Everything a run is made of, in the order in which one needs the other."""
         comm, options = self.comm, self.loader
-        self._stopped = False
+        self.step, self.epoch, self._stopped, self._stop_wanted = 0, 0, False, False
         torch.manual_seed(self.seed)  # the same initial weights on every rank
         self.model = self.strategy.prepare(self.build_model(), comm)
         self._reduction = Reduction(self.model, comm, self.strategy)

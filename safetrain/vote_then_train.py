@@ -27,6 +27,7 @@ class VoteThenTrain:
     def collect(self, step: int, applied_steps: int, share: Share, phase: str | None) -> Tally:
         """Vote on the window's batches, run them unless the vote drops them, and return the vote."""
         parts = self._parts
+        parts.reduction.open_window()
         batches = [parts.feed.take() for _ in range(parts.accumulate)]
         weights = [self._accepted_weight(fetched, share) for fetched in batches]
         share.weight = sum(weights)
@@ -39,12 +40,10 @@ class VoteThenTrain:
         self._spare_batch = next(
             (f.batch for f, weight in zip(batches, weights, strict=True) if weight), self._spare_batch
         )
-        parts.reduction.open_window()
         for index, (fetched, weight) in enumerate(zip(batches, weights, strict=True)):
             self._micro_batch(step, fetched.batch if weight else self._spare_batch, weight, share, phase, index)
         parts.reduction.unused()
-        parts.reduction.finish_voted()
-        return tally
+        return parts.reduction.finish_voted(tally)
 
     def _accepted_weight(self, fetched: Fetched, share: Share) -> int:
         """The weight this rank promises for a micro-batch; 0: none."""

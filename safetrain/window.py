@@ -21,7 +21,7 @@ from safetrain.build import check_optimizers
 from safetrain.contain import Share
 from safetrain.errors import CommunicationError, PeerFailed, TrainingStopped, UsageError
 from safetrain.parts import Parts
-from safetrain.precision import Clip
+from safetrain.precision import Applied, Clip
 from safetrain.train_then_vote import TrainThenVote
 from safetrain.vote_then_train import VoteThenTrain
 
@@ -33,13 +33,24 @@ class WindowResult:
     """What one window did; all but ``losses`` is the same on every rank."""
 
     applied: bool
-    dropped: str = ""  # why not applied, for people; empty where there simply was no data
-    weight: int = 0  # of all ranks
-    grad_norm: float = math.nan
-    epoch_ends: bool = False
-    stop: bool = False
-    same_log_keys: bool = False
-    losses: Sequence[tuple[str, torch.Tensor, int]] = ()  # of this rank: (name, detached mean, weight)
+    dropped: str  # why not applied, for people; empty where there simply was no data
+    dropped_late: str  # why the window before was not applied after all
+    weight: int  # of all ranks
+    grad_norm: torch.Tensor | None  # None: not known, the window was dropped before
+    epoch_ends: bool
+    stop: bool
+    same_log_keys: bool
+    losses: Sequence[tuple[str, torch.Tensor, int]]  # of this rank: (name, detached mean, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A window whose optimizer step is under way."""
+
+    step: int
+    share: Share
+    phase: str | None
+    applied: Applied
 
 
 class Window:
@@ -49,6 +60,7 @@ class Window:
         self._parts, self._schedulers, self._clip = parts, schedulers, clip
         self._order = VoteThenTrain(parts) if parts.reduction.votes_first else TrainThenVote(parts)
         self._consecutive: Counter[str] = Counter()
+        self._open: Stepped | None = None
         self.applied_steps = 0
 
     def begin_epoch(self, epoch: int, step: int) -> None:
@@ -68,47 +80,75 @@ class Window:
         share = Share()
         tally = self._order.collect(step, self.applied_steps, share, phase)
         self._check_together(step, share, tally)
-        ends, stop = self._parts.policies.uneven.ends_epoch(tally), tally.stop > 0
+        dropped_late = self.settle()
         dropped, grad_norm = self._apply_or_drop(step, share, tally, phase)
-        if dropped is not None:
-            return WindowResult(False, dropped, 0, grad_norm, ends, stop)
-        return WindowResult(True, "", tally.weight, grad_norm, ends, stop, tally.same_log_keys, share.losses)
+        return WindowResult(
+            applied=dropped is None,
+            dropped=dropped or "",
+            dropped_late=dropped_late or "",
+            weight=tally.weight if dropped is None else 0,
+            grad_norm=grad_norm,
+            epoch_ends=self._parts.policies.uneven.ends_epoch(tally),
+            stop=tally.stop > 0,
+            same_log_keys=tally.same_log_keys,
+            losses=share.losses,
+        )
 
-    def _apply_or_drop(self, step: int, share: Share, tally: Tally, phase: str | None) -> tuple[str | None, float]:
+    def _apply_or_drop(
+        self, step: int, share: Share, tally: Tally, phase: str | None
+    ) -> tuple[str | None, torch.Tensor | None]:
         """(None, gradient norm) after a real optimizer step; else why there was none."""
         parts = self._parts
         if share.outcome in (Outcome.SKIP, Outcome.OUT_OF_MEMORY):
             logger.warning("rank %d, step %d: %s", parts.comm.rank, step, share.reason)
         reason = parts.policies.drops(tally)
         if reason:
-            return self._drop(step, reason, tally), math.nan
+            parts.reduction.discard()
+            return self._count_drop(step, reason, tally.troubled_rank), None
         if tally.weight == 0:
-            return "", math.nan
+            return "", None
         parts.reduction.drop_unused_everywhere(tally)
         if share.left_out:  # what was left out must not stay in a running mean either
             parts.reduction.restore_buffers()
         optimizers = list(parts.optimizers.values()) if phase is None else [parts.optimizers[phase]]
         factor = parts.comm.world_size * parts.nominal_weight * parts.accumulate / tally.weight
         applied = parts.precision.step(optimizers, self._clip, factor)
+        self._open = Stepped(step, share, phase, applied)
+        if parts.precision.skips_on_device(optimizers):
+            parts.reduction.restore_buffers_unless(applied.finite_on_device)
+            return None, applied.grad_norm
         if not applied.finite:
-            self._name_non_finite(step, share)
-            counts = not applied.scale_coming_down
-            return self._drop(step, "non-finite gradient", tally, counts=counts), applied.grad_norm
+            parts.reduction.discard()
+        return self.settle(), applied.grad_norm
+
+    def settle(self) -> str | None:
+        """Read how the last optimizer step went and do what follows from it; on a GPU that is a window later.
+
+        None after a real step, or where nothing is open; else why there was none.
+        """
+        if self._open is None:
+            return None
+        stepped, self._open = self._open, None
+        if not stepped.applied.finite:
+            for name, value, _ in stepped.share.losses:
+                if not math.isfinite(float(value)):
+                    logger.warning(
+                        "rank %d, step %d: %s is %s", self._parts.comm.rank, stepped.step, name, float(value)
+                    )
+            counts = not stepped.applied.scale_coming_down
+            return self._count_drop(stepped.step, "non-finite gradient", None, counts=counts)
         for name, scheduler in self._schedulers.items():
-            if phase is None or name == phase:
+            if stepped.phase is None or name == stepped.phase:
                 scheduler.step()
         self.applied_steps += 1
         self._consecutive.clear()
-        return None, applied.grad_norm
+        return None
 
-    def _drop(self, step: int, reason: str, tally: Tally, *, counts: bool = True) -> str:
-        """Leave no trace of this window, on any rank; stop where the policy's limit is passed."""
-        parts = self._parts
-        parts.reduction.drop_gradients()
-        parts.reduction.restore_buffers()
-        who = "" if tally.troubled_rank is None else f" (rank {tally.troubled_rank})"
+    def _count_drop(self, step: int, reason: str, troubled_rank: int | None, *, counts: bool = True) -> str:
+        """The reason with the rank in it; all ranks stop where the policy's limit is passed."""
+        who = "" if troubled_rank is None else f" (rank {troubled_rank})"
         self._consecutive[reason] += counts
-        key, limit = parts.policies.limit(reason)
+        key, limit = self._parts.policies.limit(reason)
         if self._consecutive[reason] > limit:
             raise TrainingStopped(
                 f"stopped at step {step}: {reason}{who}, {self._consecutive[reason]} window(s) in a row, and "
@@ -116,11 +156,6 @@ class Window:
                 step=step,
             )
         return f"{reason}{who}"
-
-    def _name_non_finite(self, step: int, share: Share) -> None:
-        for name, value, _ in share.losses:
-            if not math.isfinite(float(value)):
-                logger.warning("rank %d, step %d: %s is %s", self._parts.comm.rank, step, name, float(value))
 
     def _check_together(self, step: int, share: Share, tally: Tally) -> None:
         """All ranks are at the same step, took the same optimizer steps, and none has failed."""

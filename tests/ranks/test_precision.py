@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -143,3 +144,43 @@ def test_a_scale_on_its_way_down_does_not_count_as_a_row_of_bad_steps() -> None:
     assert 3 < step - applied < 40
     assert scale == 2.0 ** (40 - (step - applied))
     assert_same([weights for *_, weights in results])
+
+
+@RANKS
+@pytest.mark.parametrize("precision", [FP32, partial(FP16, init_scale=1024.0)], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["sgd", "adamw"])
+def test_a_step_left_out_on_the_device_is_one_left_out_by_the_host(
+    world_size: int, faulty: int, precision: Any, make_optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does with fused optimizers, on the CPU: the host learns of a bad window only in the next one."""
+    batches = data(world_size, 6, {(faulty, 1): float("nan"), (faulty, 2): float("inf"), (faulty, 5): float("nan")})
+
+    def work(comm: Comm) -> Any:
+        skips: list[str] = []
+        trainer = Blows(
+            mlp(norm=True),
+            ready(PerRank(batches)),
+            optimizer=partial(make_optimizer, lr=0.05, fused=True),
+            scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+            precision=precision(),
+            loop=safetrain.Loop(nominal_weight=4, clip_norm=0.1),
+        )
+        trainer.on_epoch_start = lambda: logging.getLogger("safetrain").addFilter(  # type: ignore[method-assign]
+            lambda record: skips.append(record.getMessage()) is None
+        )
+        result = trainer.fit()
+        lr = trainer.optimizers["optimizer"].param_groups[0]["lr"]
+        return state(trainer), result.step, result.applied_steps, lr, skips
+
+    by_host = run_ranks(work, world_size)
+    monkeypatch.setattr(Precision, "skips_on_device", lambda self, optimizers: True)
+    on_device = run_ranks(work, world_size)
+    for rank, (host, device) in enumerate(zip(by_host, on_device, strict=True)):
+        assert device[1:4] == host[1:4] == (6, 3, pytest.approx(0.05 * 0.5**3, rel=1e-12))
+        assert all(torch.equal(value, host[0][name]) for name, value in device[0].items())
+        assert (
+            device[4] == host[4] == ([f"rank {rank}, step {s}: loss is {v}" for s, v in BAD] if rank == faulty else [])
+        )
+
+
+BAD = [(1, "nan"), (2, "inf"), (5, "nan")]
