@@ -1,19 +1,14 @@
-"""The feed, streams and loader workers: errors come as values, epochs reach the reader, workers die with their rank."""
+"""The feed and streams: errors come as values, the epoch reaches the process that reads."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import time
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from safetrain.config import Loader
 from safetrain.data import Feed, build_loader
@@ -254,69 +249,3 @@ class TestStreams:
         feed = feed_of(DataLoader(Batches(), batch_size=None), 1, 2)
         feed.begin_epoch(0)
         assert rest(feed) == [[1, 1, 1], [3, 3, 3]]
-
-
-class Worker(Dataset[int]):
-    """Gives the process that reads it."""
-
-    greeted = 0
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid() if index < 4 else self.greeted
-
-
-def greet(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.greeted = 100 + worker  # type: ignore[attr-defined]
-
-
-class TestWorkers:
-    @pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
-    def test_the_users_worker_init_fn_is_called_and_finds_the_users_dataset(self, context: str) -> None:
-        loader = DataLoader(
-            Worker(), batch_size=4, num_workers=1, worker_init_fn=greet, multiprocessing_context=context
-        )
-        feed = feed_of(loader)
-        feed.begin_epoch(0)
-        assert feed.take().batch.tolist()[0] != os.getpid()
-        assert feed.take().batch.tolist() == [100] * 4
-
-    @pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
-    def test_loader_workers_die_with_their_rank(self, context: str) -> None:
-        receiver, sender = multiprocessing.Pipe(duplex=False)
-        # a forked rank would take its parent's fork server for its own
-        start = multiprocessing.get_context("spawn" if context == "forkserver" else "fork")
-        rank = start.Process(target=_hold_workers, args=(sender, context))  # type: ignore[attr-defined]
-        rank.start()
-        assert receiver.poll(60), "the rank did not start its loader workers"
-        workers = receiver.recv()
-        assert len(workers) == 2
-        assert all(_runs(pid) for pid in workers)
-        assert rank.pid is not None
-        os.kill(rank.pid, signal.SIGKILL)
-        rank.join()
-        # torch's own workers look for their parent every 5 s only; while they live they hold the device and the files
-        deadline = time.monotonic() + 4
-        while any(_runs(pid) for pid in workers) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not any(_runs(pid) for pid in workers)
-
-
-def _hold_workers(sender: Any, context: str) -> None:
-    loader = DataLoader(Worker(), batch_size=1, num_workers=2, multiprocessing_context=context)
-    feed = feed_of(loader)
-    feed.begin_epoch(0)
-    sender.send(sorted({feed.take().batch.item() for _ in range(4)}))
-    time.sleep(60)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process is there and not a zombie that only waits for its parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
