@@ -3,6 +3,9 @@
 Gradients are clipped after unscaling, on every rank alike (under DDP they are equal already: clipping communicates
 nothing). A window that the ranks dropped never reaches the scaler, so ``unscale_`` is never left without its
 ``update``.
+
+A gradient that is not finite must not be stepped on. On the CPU the host looks, and decides. On a GPU looking would wait
+for the whole backward, so fused optimizers leave the step out by themselves, and the host reads it one window later.
 """
 
 from __future__ import annotations
@@ -146,7 +149,7 @@ class FP16(Precision):
     def __init__(self, init_scale: float = 65536.0, growth_interval: int = 2000) -> None:
         if init_scale <= 0 or growth_interval < 1:
             raise ConfigError(
-                f"precision.init_scale={init_scale} must be above 0, and growth_interval={growth_interval} (steps) above 0"
+                f"precision.init_scale={init_scale} and growth_interval={growth_interval} (steps) must be above 0"
             )
         self._init_scale, self._growth_interval = init_scale, growth_interval
 

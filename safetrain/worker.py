@@ -23,8 +23,9 @@ from safetrain.config import Config
 from safetrain.errors import ConfigError, PeerFailed
 from safetrain.failure import Failure, await_records, summary
 from safetrain.rank_log import RankLog, redirect_output
+from safetrain.report import Result
 from safetrain.seeding import seed_generators
-from safetrain.trainer import Result, Trainer
+from safetrain.trainer import Trainer
 
 _RECORD_LIMIT_S = 2.0  # a victim's longest wait for the culprit's record: writing one takes milliseconds
 
