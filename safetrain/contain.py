@@ -96,11 +96,13 @@ class Share:
             self.note(Outcome.FAILED, f"{type(error).__name__}{_detail(error)} in {phase} at {where}", phase, error)
 
 
-def run_training_step(step: Callable[[Any], Any], batch: Any, samples: int | None, share: Share) -> Loss | None:
+def run_training_step(
+    step: Callable[[Any, int | None], Any], batch: Any, samples: int | None, share: Share
+) -> Loss | None:
     """The user's loss for one micro-batch, checked, with its weight filled in; None where there is nothing to train
     on."""
     try:
-        loss = check_loss(step(batch), samples)
+        loss = check_loss(step(batch, samples), samples)
     except Exception as error:  # noqa: BLE001  # any user error must become a vote, or the other ranks wait for ever
         share.catch(error, "training_step")
         return None

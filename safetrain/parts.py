@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetrain.comm import Comm
 from safetrain.contain import Loss, Share
 from safetrain.data import Feed
 from safetrain.errors import RankFailed, UsageError
+from safetrain.metrics import MetricLog
 from safetrain.policies import Policies
 from safetrain.precision import Precision
 from safetrain.reduction import Reduction
@@ -27,7 +28,7 @@ class UserCode:
     accept_batch: Callable[[Any], bool]
     batch_weight: Callable[[Any], int | None]
     stop_wanted: Callable[[], bool]
-    log_names: Callable[[], Sequence[str]]
+    log: Callable[[], MetricLog]
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,9 @@ class Parts:
     accumulate: int  # micro-batches a window
     nominal_weight: int  # weight of a full micro-batch
 
-    def training_step(self, batch: Any) -> Any:
-        """The user's step in the run's precision."""
+    def training_step(self, batch: Any, samples: int | None) -> Any:
+        """The user's step in the run's precision; what it logs stands for ``samples`` where it does not say."""
+        self.user.log().batch_weight = 1 if samples is None else samples
         with self.precision.autocast():
             return self.user.training_step(batch)
 
@@ -82,7 +84,7 @@ class Parts:
             # between backward and the vote: the order of a plain loop, and hidden behind the buckets that are under way
             more_data=self.feed.look_ahead(),
             stop=self.user.stop_wanted(),
-            log_keys=fingerprint([*self.user.log_names(), *(name for name, _, _ in share.losses)]),
+            log_keys=fingerprint([*self.user.log().signature(), *(name for name, _, _ in share.losses)]),
         )
 
     def failed(self, step: int, reason: str, phase: str) -> RankFailed:

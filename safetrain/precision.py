@@ -4,8 +4,8 @@ Gradients are clipped after unscaling, on every rank alike (under DDP they are e
 nothing). A window that the ranks dropped never reaches the scaler, so ``unscale_`` is never left without its
 ``update``.
 
-A gradient that is not finite must not be stepped on. On the CPU the host looks, and decides. On a GPU looking would wait
-for the whole backward, so fused optimizers leave the step out by themselves, and the host reads it one window later.
+A gradient that is not finite must not be stepped on. On the CPU the host looks, and decides. On a GPU looking would
+wait for the whole backward, so fused optimizers leave the step out by themselves, and the host reads it a window later.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class Trainer:
                 accept_batch=self.accept_batch,
                 batch_weight=self.batch_weight,
                 stop_wanted=lambda: self._stop_wanted,
-                log_names=lambda: self._log.names(),
+                log=lambda: self._log,
             ),
             optimizers=self.optimizers,
             precision=self.precision,

@@ -81,7 +81,7 @@ class VoteThenTrain:
         """A step that must give a loss: other ranks are inside this forward's collectives, and nothing can end those
         for them."""
         try:
-            returned = self._parts.training_step(batch)
+            returned = self._parts.training_step(batch, weight)
         except Exception as error:
             reason = f"{type(error).__name__}: {error} at {place_of(error)}"
             raise self._parts.failed(step, reason, "training_step") from error

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from safetrain.ballot import Outcome, Tally, Vote
 from safetrain.build import check_optimizers
 from safetrain.contain import Share
-from safetrain.errors import CommunicationError, PeerFailed, TrainingStopped, UsageError
+from safetrain.errors import CommunicationError, DataError, PeerFailed, TrainingStopped, UsageError
 from safetrain.parts import Parts
 from safetrain.precision import Applied, Clip
 from safetrain.train_then_vote import TrainThenVote
@@ -65,7 +65,13 @@ class Window:
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Start the data of an epoch; new modules in the model are noticed here."""
-        self._parts.feed.begin_epoch(epoch)
+        feed = self._parts.feed
+        feed.begin_epoch(epoch)
+        if feed.order_digest is not None and len(set(self._parts.comm.gather(feed.order_digest))) > 1:
+            raise DataError(
+                f"epoch {epoch}: the training sampler gives each rank another order, so samples would be repeated and "
+                "left out. Seed it from the config and the epoch alone, or leave it out and set loader.shuffle=true."
+            )
         self._follow_layout(step, walk=True)
 
     def run(self, step: int, phase: str | None = None) -> WindowResult:

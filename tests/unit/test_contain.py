@@ -83,7 +83,7 @@ def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
     ],
 )
 def test_an_exception_becomes_an_outcome_with_the_users_line(error: Exception, outcome: Outcome, words: str) -> None:
-    def step(batch: Any) -> None:
+    def step(batch: Any, samples: Any) -> None:
         raise error
 
     share = Share()
@@ -94,7 +94,7 @@ def test_an_exception_becomes_an_outcome_with_the_users_line(error: Exception, o
 
 
 def test_a_lost_peer_is_not_taken_for_the_users_error() -> None:
-    def step(batch: Any) -> None:
+    def step(batch: Any, samples: Any) -> None:
         raise RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
 
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
@@ -105,7 +105,7 @@ def test_out_of_memory_lets_go_of_the_activations() -> None:
     """The traceback's frames hold every tensor of the step."""
     alive: list[weakref.ref[torch.Tensor]] = []
 
-    def step(batch: Any) -> None:
+    def step(batch: Any, samples: Any) -> None:
         activation = torch.ones(10)
         alive.append(weakref.ref(activation))
         raise torch.OutOfMemoryError("CUDA out of memory")
