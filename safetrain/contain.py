@@ -24,6 +24,9 @@ _LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch,
 _ALLOCATOR_TEXTS = ("DefaultCPUAllocator", "can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")
 
 
+OWN_BACKWARD = "training_step called backward() itself, and DDP would not reduce that: return the loss instead"
+
+
 @dataclass(frozen=True, slots=True)
 class Loss:
     """What ``training_step`` may return instead of a bare tensor.

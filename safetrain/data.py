@@ -115,6 +115,11 @@ class Feed:
             return None
 
     @property
+    def shared_samples(self) -> int | None:
+        """Of the dataset that safetrain splits over ranks: must be equal on all ranks. None elsewhere."""
+        return None if self._plan is None else self._plan.shared_samples
+
+    @property
     def order_digest(self) -> int | None:
         """Of a rank-unaware sampler's order: must be equal on all ranks once an epoch has begun. None elsewhere."""
         return None if self._plan is None else self._plan.order_digest

@@ -141,6 +141,10 @@ class Reduction:
             self._before_last = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
         return returned
 
+    def holds_gradients(self) -> bool:
+        """Whether some parameter has a gradient already."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
     def unused(self, among: Sequence[torch.Tensor] | None = None) -> list[str]:
         """Names of the parameters that got no gradient on this rank in this window (of those in ``among``)."""
         self._unused = [parameter.grad is None for parameter in self._parameters]

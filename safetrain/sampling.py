@@ -68,6 +68,12 @@ class Plan(Sampler[Work]):
                 sampler.set_epoch(epoch)
 
     @property
+    def shared_samples(self) -> int | None:
+        """Samples in the dataset whose order safetrain made, and splits over ranks; None where it did not."""
+        makes = (DistributedSampler, EveryOnce)
+        return next((len(part.dataset) for part in _nested(self.batches) if type(part) in makes), None)
+
+    @property
     def order_digest(self) -> int | None:
         """Digest of the order that ranks take turns over; None where safetrain made the order itself."""
         return next((sampler.digest for sampler in _nested(self.batches) if isinstance(sampler, Turns)), None)

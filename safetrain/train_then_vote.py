@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from safetrain.ballot import Outcome, Tally
-from safetrain.contain import Loss, Share, place_of, run_training_step
+from safetrain.contain import OWN_BACKWARD, Loss, Share, place_of, run_training_step
 from safetrain.data import Fetched
 from safetrain.errors import SkipBatch, UsageError
 from safetrain.parts import Parts
@@ -31,6 +31,10 @@ class TrainThenVote:
                 first=index == 0,
                 last=index == parts.accumulate - 1,
             )
+            if index == 0 and parts.reduction.holds_gradients():
+                parts.reduction.drop_gradients()  # DDP did not see them come: all are still to be completed
+                share.note(Outcome.FAILED, OWN_BACKWARD, "training_step", UsageError(OWN_BACKWARD))
+                losses.clear()
             for loss in losses:
                 self._backward(loss, share, phase)
         self._check_unused(step, share, phase)

@@ -171,6 +171,7 @@ class Trainer:
                 if self._val_feed is not None and (self.epoch + 1) % self.loop.validate_every_epochs == 0:
                     self.metrics |= self.validate()
                 self.epoch += 1
+            window.finish(self.step)
             self._reduction.share_buffers()
             result = Result(self.step, self.epoch, window.applied_steps, dict(self.metrics))
             self._reporter.end(self.step, self.epoch, result.metrics)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from safetrain.ballot import Outcome, Tally
-from safetrain.contain import Loss, Share, place_of
+from safetrain.contain import OWN_BACKWARD, Loss, Share, place_of
 from safetrain.data import Fetched
 from safetrain.errors import UsageError
 from safetrain.parts import Parts
@@ -72,6 +72,8 @@ class VoteThenTrain:
             first=index == 0,
             last=index == parts.accumulate - 1,
         )
+        if index == 0 and parts.reduction.holds_gradients():
+            raise parts.failed(step, OWN_BACKWARD, "training_step")
         loss = Loss(value, weight)
         parts.backward(loss, phase)
         if weight:

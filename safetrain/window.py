@@ -65,14 +65,31 @@ class Window:
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Start the data of an epoch; new modules in the model are noticed here."""
+        self._parts.feed.begin_epoch(epoch)
+        self._check_same_order(epoch)
+        self._follow_layout(step, walk=True)
+
+    def finish(self, step: int) -> None:
+        """After the last step: no vote will tell any more whether all ranks took it."""
+        steps = self._parts.comm.gather(self.applied_steps)
+        if len(set(steps)) > 1:
+            raise self._steps_differ(step)
+
+    def _check_same_order(self, epoch: int) -> None:
+        """The ranks take their shares of one order of one dataset."""
         feed = self._parts.feed
-        feed.begin_epoch(epoch)
-        if feed.order_digest is not None and len(set(self._parts.comm.gather(feed.order_digest))) > 1:
+        sizes, digests = zip(*self._parts.comm.gather((feed.shared_samples, feed.order_digest)), strict=True)
+        if len(set(sizes)) > 1:
+            found = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
+            raise DataError(
+                f"epoch {epoch}: the training dataset has different numbers of samples ({found}), so the ranks' shares "
+                "would repeat some and leave out others. Build the same one on all ranks: draw with the config's seed."
+            )
+        if len(set(digests) - {None}) > 1:
             raise DataError(
                 f"epoch {epoch}: the training sampler gives each rank another order, so samples would be repeated and "
                 "left out. Seed it from the config and the epoch alone, or leave it out and set loader.shuffle=true."
             )
-        self._follow_layout(step, walk=True)
 
     def run(self, step: int, phase: str | None = None) -> WindowResult:
         """Run window number ``step``; with a ``phase``, only the optimizer of that name learns.
@@ -172,12 +189,14 @@ class Window:
                 f"rank {self._parts.comm.rank} is at step {step}, and the other ranks are not all there"
             )
         if not tally.same_applied_steps:
-            raise CommunicationError(
-                f"step {step}: rank {self._parts.comm.rank} has taken {self.applied_steps} optimizer steps, and the "
-                f"ranks differ in "
-                "that. Gradients were changed after their reduction, on some ranks only (an optimizer or parameter "
-                "hook?)."
-            )
+            raise self._steps_differ(step)
+
+    def _steps_differ(self, step: int) -> CommunicationError:
+        return CommunicationError(
+            f"step {step}: rank {self._parts.comm.rank} has taken {self.applied_steps} optimizer steps, and the ranks "
+            "differ in that. Gradients were changed after their reduction, on some ranks only (an optimizer or "
+            "parameter hook?)."
+        )
 
     def _leave(self, step: int, share: Share) -> NoReturn:
         """All ranks stop at this step: the culprit with its own exception, the others with the culprit's words."""
