@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from safetrain.catalog import recipes
 from safetrain.checks import nearest
 from safetrain.errors import ConfigError, SafetrainError, UsageError
+from safetrain.rank_log import fresh_line
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -204,4 +205,4 @@ def _shown(path: Path) -> str:
 
 
 def _complain(about: SafetrainError | str) -> None:
-    print(str(about).rstrip(), file=sys.stderr, flush=True)
+    print(f"{fresh_line(sys.stderr)}{str(about).rstrip()}", file=sys.stderr, flush=True)

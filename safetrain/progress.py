@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from safetrain import rank_log
 from safetrain.observer import Event, RunInfo
 
+_COLUMNS = 80  # of a terminal that does not know its width, as a CI's
 _LABELS = {"skip": "skipped on every rank: ", "warning": "warning: "}
 
 
@@ -137,6 +139,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
     @classmethod
     def on(cls, terminal: TextIO, run: RunInfo) -> _Bar:
         cls.set_lock(threading.RLock())
+        has_width = os.get_terminal_size(terminal.fileno()).columns > 0
         known = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}, {remaining} left"
         open_ended = "{desc} step {n_fmt}{postfix}, {elapsed} so far"
         bar = cls(
@@ -146,7 +149,8 @@ class _Bar(tqdm):  # type: ignore[type-arg]
             bar_format=known if run.total_steps else open_ended,
             smoothing=0,  # time left from the whole run so far: validation takes time as well
             miniters=1,
-            dynamic_ncols=True,
+            dynamic_ncols=has_width,
+            ncols=None if has_width else _COLUMNS,
             leave=False,
             file=terminal,
         )

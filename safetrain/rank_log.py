@@ -21,7 +21,6 @@ from typing import TextIO
 
 _FOLLOW_EVERY_S = 0.1  # as late as rank 0's output may be on the terminal; a look costs 20 µs
 _TEXTS_REMEMBERED = 1000
-_ERASE_LINE = "\r\x1b[K"  # another process' progress bar may stand on the terminal's last line
 
 _live: RankLog | None = None
 _step_aside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -41,6 +40,11 @@ def say(text: str) -> None:
     """Print a line for the person who watches: above the progress bar, and into the log where there is one."""
     with _step_aside() if _live is None else nullcontext():
         print(text, file=sys.stderr, flush=True)
+
+
+def fresh_line(stream: TextIO) -> str:
+    """What to write first where another process' progress bar may stand on the line."""
+    return "\r\x1b[K" if stream.isatty() else ""
 
 
 def terminal() -> TextIO:
@@ -136,7 +140,7 @@ class _WarningsOnTerminal(logging.Handler):
     def __init__(self, terminal: TextIO, rank: int) -> None:
         super().__init__(logging.WARNING)
         self._terminal = terminal
-        self._mark = (_ERASE_LINE if terminal.isatty() else "") + f"[rank {rank}] "
+        self._mark = f"{fresh_line(terminal)}[rank {rank}] "
         self._repeats = Repeats()
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from safetrain.observer import Event, RunInfo
 from safetrain.progress import ProgressBar
-from safetrain.rank_log import redirect_output
+from safetrain.rank_log import fresh_line, redirect_output
 
 
 def run_info(run_dir: Path | None = None, epochs: int = 2, rank: int = 0, steps_per_epoch: int | None = 4) -> RunInfo:
@@ -141,6 +141,8 @@ def on_the_screen(sent: str) -> list[str]:
         cells: list[str] = []
         for part in line.split("\r"):
             text = part.removeprefix("\x1b[K")
+            if text != part:
+                cells.clear()
             cells[: len(text)] = text
         lines.append("".join(cells).rstrip())
     return lines
@@ -205,6 +207,28 @@ def test_on_a_terminal_redirected_prints_and_child_processes_stand_above_the_bar
         "",
     ]
     assert "\r" not in (tmp_path / "logs/rank_0.log").read_text()
+
+
+def test_what_another_process_says_takes_the_place_of_the_bar() -> None:
+    def work() -> None:
+        bar = ProgressBar()
+        bar.start(run_info())
+        sys.stderr.write(f"{fresh_line(sys.stderr)}Training failed on rank 1\n")
+        os._exit(0)  # a rank that is ended has no time to take its bar away
+
+    assert on_the_screen(on_a_terminal(work)) == [
+        "demo: 1,234 parameters, 2 processes on cpu",
+        "Training failed on rank 1",
+        "",
+    ]
+
+
+def test_a_terminal_of_unknown_width_has_a_bar_too() -> None:
+    def work() -> None:
+        bar = ProgressBar()
+        bar.start(run_info())
+
+    assert "epoch 1/2   0%|" in on_a_terminal(work, columns=0)
 
 
 def test_a_run_without_a_known_end_has_a_bar_too() -> None:

@@ -1,0 +1,147 @@
+"""What README.md shows is what runs: its files in a folder, its commands in it, its choices and links."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+LIMIT_S = 280.0  # a sweep of two jobs on a loaded machine
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def shown_files() -> dict[str, str]:
+    """Every file that is shown whole: the block after a line that names it."""
+    return dict(re.findall(r"`([\w/]+\.(?:py|yaml))`[^`\n]*:\n\n```(?:python|yaml)\n(.*?)```", README, flags=re.DOTALL))
+
+
+def shown_commands() -> list[str]:
+    """Every command that starts a training, without its comment, and without the installation before it."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+    lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
+    commands = [line.rpartition("&& ")[2].strip() for line in lines]
+    return [command for command in commands if command.startswith(("python", "torchrun"))]
+
+
+def command(start: str) -> str:
+    """The one shown command that starts so."""
+    (found,) = [shown for shown in shown_commands() if re.fullmatch(start, shown)]
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in shown_files().items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def run(shown: str, folder: Path) -> str:
+    """What the command prints; it must end well."""
+    program, *arguments = shlex.split(shown)
+    programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+    done = subprocess.run(
+        [*programs[program], *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def check_run_directory(run_dir: Path, *, ranks: int, accuracy: float) -> None:
+    for name in ("config.yaml", "events.jsonl", "tensorboard"):
+        assert (run_dir / name).exists(), name
+    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == [f"rank_{n}.log" for n in range(ranks)]
+    assert json.loads((run_dir / "result.json").read_text())["metrics"]["val/accuracy"] >= accuracy
+
+
+def run_directories(folder: Path) -> Iterator[Path]:
+    return (path.parent for path in (folder / "outputs").rglob("config.yaml") if path.parent.name != ".hydra")
+
+
+def test_every_command_and_file_is_tried_here() -> None:
+    assert sorted(shown_files()) == ["recipe/spirals.yaml", "script.py", "spirals.py"]
+    assert len(shown_commands()) == 7
+
+
+@pytest.mark.slow
+def test_the_first_command_learns_the_digits(tmp_path: Path) -> None:
+    shown = run(command(r"python -m safetrain recipe=resnet_ddp"), tmp_path)
+    (run_dir,) = run_directories(tmp_path)
+    check_run_directory(run_dir, ranks=2, accuracy=0.98)
+    assert re.search(r"epoch 1/\d+ .* val/accuracy", shown)
+    assert f"run directory  {run_dir.relative_to(tmp_path)}" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("start", "ranks"),
+    [
+        (r"python -m safetrain recipe=spirals", 2),
+        (r"python -m safetrain recipe=spirals preset=debug", 1),
+        (r"torchrun --nproc-per-node 2 -m safetrain recipe=spirals", 2),
+    ],
+)
+def test_your_own_project(folder: Path, start: str, ranks: int) -> None:
+    run(command(start), folder)
+    (run_dir,) = run_directories(folder)
+    assert run_dir.parent == folder / "outputs/spirals"
+    check_run_directory(run_dir, ranks=ranks, accuracy=0.9)
+
+
+@pytest.mark.slow
+def test_your_own_project_in_a_sweep(folder: Path) -> None:
+    shown = run(command(r"python -m safetrain -m recipe=spirals .*"), folder)
+    jobs = sorted(run_directories(folder))
+    assert [job.name for job in jobs] == ["0", "1"]
+    assert {job.parent.parent for job in jobs} == {folder / "outputs/multirun"}
+    for job, rate in zip(jobs, ("0.01", "0.001"), strict=True):
+        check_run_directory(job, ranks=2, accuracy=0.7)
+        assert f"lr: {rate}" in (job / "config.yaml").read_text()
+    assert len(re.findall(r"^recipe=spirals optimizer.lr=0\.\d+ +0\.\d+ ", shown, flags=re.MULTILINE)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("start", "ranks"), [(r"python script\.py", 1), (r"torchrun --nproc-per-node 2 script\.py", 2)]
+)
+def test_without_hydra(folder: Path, start: str, ranks: int) -> None:
+    shown = run(command(start), folder)
+    accuracies = [float(value) for value in re.findall(r"'val/accuracy': ([\d.]+)", shown)]
+    assert len(accuracies) == ranks
+    assert min(accuracies) == max(accuracies) > 0.9
+    assert list(folder.glob("outputs")) == []
+
+
+def test_every_policy_is_in_the_table_with_its_default_first() -> None:
+    table: dict[str, list[str]] = {}
+    for policy, choice in re.findall(r"\| `(\w+)=(\w+)` \|", README):
+        table.setdefault(policy, []).append(choice)
+    there_are = {path.name: {file.stem for file in path.iterdir()} for path in (ROOT / "configs/policy").iterdir()}
+    assert {policy: set(choices) for policy, choices in table.items()} == there_are
+    defaults = dict(re.findall(r"policy/(\w+): (\w+)", (ROOT / "configs/train.yaml").read_text()))
+    assert {policy: choices[0] for policy, choices in table.items()} == defaults
+
+
+def test_the_limits_in_the_table_are_the_configured_ones() -> None:
+    limits = re.findall(r"\| `(\w+)=(\w+)` \|[^|]*\(limit (\d+)", README)
+    assert len(limits) == 3
+    for policy, choice, limit in limits:
+        config = (ROOT / f"configs/policy/{policy}/{choice}.yaml").read_text()
+        assert f"max_consecutive: {limit}\n" in config
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
+    assert [target for target in targets if not (ROOT / target).exists()] == []
