@@ -51,7 +51,7 @@ def _read(folder: Traversable, *, shipped: bool) -> list[Recipe]:
 def _about(file: Traversable) -> str:
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("#") and "@package" not in line:
-            return line.lstrip("# ")
+            return line.strip("# :")
     return ""
 
 

@@ -20,7 +20,7 @@ from safetrain.config import Config
 from safetrain.environ import environment
 from safetrain.errors import ConfigError, SafetrainError
 from safetrain.explain import COMPOSITION_ERRORS, explain
-from safetrain.targets import check_targets
+from safetrain.targets import check_targets, import_target
 
 
 def for_each_job(job: Callable[[DictConfig], float | None]) -> None:
@@ -89,9 +89,13 @@ def resolve(composed: DictConfig) -> Config:
 def _check_what_it_builds(config: Config) -> None:
     check_targets({**config.to_plain(), "trainer": None})
     from safetrain.launch import number_of_ranks  # these import torch
+    from safetrain.trainer import Trainer
     from safetrain.worker import blueprint, instantiate
 
     number_of_ranks(config)
+    trainer = import_target(target := config.trainer["_target_"], "trainer")
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise ConfigError(f"trainer._target_={target}: must be a subclass of safetrain.Trainer")
     check_targets(blueprint(config), "trainer")
     parts = {"precision": config.precision, "strategy": config.strategy}
     parts |= {f"policy.{name}": node for name, node in config.to_plain()["policy"].items()}

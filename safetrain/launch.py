@@ -160,13 +160,15 @@ def _silence_agent() -> None:
 
 @contextmanager
 def _signals_end_the_job() -> Iterator[None]:
-    """The first signal ends the job; later ones must not interrupt that, it is bounded already."""
+    """The first signal ends the job; a second one leaves at once, and the kernel then kills the ranks."""
     received: list[signal.Signals] = []
 
     def end(number: int, _frame: FrameType | None) -> None:
-        if not received:
-            received.append(signal.Signals(number))
-            raise SignalException(f"got signal {number}", signal.SIGTERM)
+        if received:
+            os.write(2, b"\nInterrupted again; the ranks are killed.\n")
+            os._exit(128 + number)
+        received.append(signal.Signals(number))
+        raise SignalException(f"got signal {number}", signal.SIGTERM)
 
     # a signal that is ignored stays so: nohup, and background jobs of a shell script, count on it
     handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
@@ -203,12 +205,16 @@ class Handover:
     """Carries rank 0's text to the ranks that another launcher started.
 
     Raises:
-        UsageError: two processes have the same rank.
+        UsageError: two processes have the same rank, or they do not find each other.
     """
 
     def __init__(self) -> None:
         self.rank, self._world_size, *_ = launcher_place()
-        self._store, *_ = next(rendezvous("env://", timeout=_HANDOVER_LIMIT))
+        try:
+            self._store, *_ = next(rendezvous("env://", timeout=_HANDOVER_LIMIT))
+        except dist.DistError as error:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            raise UsageError(f"rank {self.rank} found no store of all ranks at {address}: {error}") from error
         self._prefix = f"safetrain/handover/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         if self._store.add(f"{self._prefix}/rank_{self.rank}", 1) > 1:
             raise UsageError(

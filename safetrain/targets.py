@@ -37,7 +37,7 @@ def check_targets(node: object, key: str = "") -> None:
 
 def _check_node(node: Mapping[str, Any], key: str) -> None:
     target = str(node["_target_"])
-    found = _import_target(target, key)
+    found = import_target(target, key)
     if not callable(found):
         raise ConfigError(f"{key}._target_={target}: is {type(found).__name__}, not something to call")
     try:
@@ -61,10 +61,16 @@ def _check_arguments(node: Mapping[str, Any], key: str, target: str, signature: 
     try:
         signature.bind(*positional, **{name: node[name] for name in given})
     except TypeError as error:
-        raise ConfigError(f"{key}: {target} can't be called with what the config gives it: {error}") from error
+        hint = "What is given later, as an optimizer's parameters are, needs _partial_: true."
+        raise ConfigError(f"{key}: {target} can't be called with what the config gives it: {error}. {hint}") from error
 
 
-def _import_target(target: str, key: str) -> Any:
+def import_target(target: str, key: str) -> Any:
+    """What ``target``, a dotted name at ``key`` of the config, means.
+
+    Raises:
+        ConfigError: there is no such thing, or importing it fails.
+    """
     where = f"{key}._target_={target}"
     parts = target.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):

@@ -20,9 +20,9 @@ from hydra.errors import InstantiationException
 
 from safetrain.comm import Comm, is_communication_error, launcher_place
 from safetrain.config import Config
-from safetrain.errors import ConfigError, PeerFailed
+from safetrain.errors import PeerFailed
 from safetrain.failure import Failure, await_records, summary
-from safetrain.rank_log import RankLog, redirect_output
+from safetrain.rank_log import RankLog, fresh_line, redirect_output
 from safetrain.report import Result
 from safetrain.seeding import seed_generators
 from safetrain.trainer import Trainer
@@ -80,13 +80,10 @@ def build(config: Config) -> Trainer:
     """The trainer that ``config`` describes; the same on every rank.
 
     Raises:
-        ConfigError: ``trainer._target_`` makes something else.
         Exception: whatever a target raised.
     """
     seed_generators(config.seed)
-    trainer = instantiate(blueprint(config))
-    if not isinstance(trainer, Trainer):
-        raise ConfigError(f"trainer._target_={config.trainer['_target_']}: must be a subclass of safetrain.Trainer")
+    trainer: Trainer = instantiate(blueprint(config))
     trainer.config_text = config.to_yaml()  # not an argument: Hydra would resolve what looks like ${...} in it
     return trainer
 
@@ -122,7 +119,7 @@ def _fail(error: BaseException, run_dir: Path, rank: int, world_size: int, log: 
         file.write(f"{failure.traceback}\n")
     if tells:
         text = summary(run_dir, world_size) if not failure.victim else f"[rank {rank}] ended: {failure.message}\n"
-        log.terminal.write(text)
+        log.terminal.write(fresh_line(log.terminal) + text)
         log.terminal.flush()
         if not failure.victim:
             (run_dir / "failure.txt").write_text(text)

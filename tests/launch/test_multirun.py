@@ -46,7 +46,9 @@ def test_a_wrong_value_refuses_its_job_only(project: Project) -> None:
 
 
 def test_a_sweeper_gets_the_metric(project: Project) -> None:
-    (project.folder / "search.py").write_text(
+    plugins = project.folder / "hydra_plugins"  # where Hydra wants sweepers to live
+    plugins.mkdir()
+    (plugins / "search.py").write_text(
         "from pathlib import Path\n"
         "from hydra._internal.core_plugins.basic_sweeper import BasicSweeper\n"
         "class Search(BasicSweeper):\n"
@@ -55,7 +57,7 @@ def test_a_sweeper_gets_the_metric(project: Project) -> None:
         "        Path('told').write_text(repr([job.return_value for batch in returns for job in batch]))\n"
         "        return returns\n"
     )
-    overrides = ["hydra.sweeper._target_=search.Search", "seed=1,2"]
+    overrides = ["hydra.sweeper._target_=hydra_plugins.search.Search", "seed=1,2"]
     assert project.run("-m", "recipe=mine", *overrides, PYTHONPATH=str(project.folder)).code == 0
     metrics = [json.loads((run_dir / "result.json").read_text())["metric"] for run_dir in project.run_dirs()]
     assert (project.folder / "told").read_text() == repr(metrics)

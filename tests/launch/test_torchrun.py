@@ -42,8 +42,7 @@ def by_hand(project: Project, places: list[tuple[int, int]], *arguments: str) ->
 def test_torchrun_makes_one_run_directory_and_resolves_once(project: Project) -> None:
     # H102, H104, H105: a resolver that draws, and one that reads the clock, would differ by rank
     (project.folder / "mine.py").write_text(
-        (project.folder / "mine.py").read_text()
-        + "\n    def build_val_data(self):\n"
+        (project.folder / "mine.py").read_text() + "\n    def build_val_data(self):\n"
         "        Path(self.run_dir, f'seen_{self.comm.rank}').write_text(self.config_text)\n"
         "        return super().build_val_data()\n"
     )

@@ -74,7 +74,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             ["recipe=mine", "trainer._target_=cli_mine.Mien"],
             "trainer._target_=cli_mine.Mien: cli_mine has no Mien. Did you",
         ),
-        (["recipe=mine", "trainer._target_=torch.nn.ReLU"], "trainer.model: torch.nn.ReLU takes no such argument."),
+        (["recipe=mine", "trainer._target_=torch.nn.ReLU"], "trainer._target_=torch.nn.ReLU: must be a subclass of"),
         (
             ["recipe=mine", "+trainer.looop=3"],
             "trainer.looop: cli_mine.Mine takes no such argument. Did you mean loop?",

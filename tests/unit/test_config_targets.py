@@ -45,6 +45,7 @@ def refusal(node: dict[str, Any], key: str = "model") -> str:
         ({"_target_": "torch.nn.Linear", "in_feature": 3}, "model.in_feature: torch.nn.Linear takes no such argument."),
         ({"_target_": "torch.nn.Linear", "in_feature": 3}, "Did you mean in_features? It takes: in_features,"),
         ({"_target_": "torch.nn.Linear", "in_features": 3}, "missing a required argument: 'out_features'"),
+        ({"_target_": "torch.optim.SGD", "lr": 0.1}, "needs _partial_: true"),
     ],
 )
 def test_a_wrong_target_or_argument_names_the_nearest_right_one(node: dict[str, Any], message: str) -> None:
