@@ -1,6 +1,7 @@
 """Evaluation: every sample of every rank once, the bare model, and no collective before the end.
 
-Ranks may have different numbers of batches: nothing is paired between them until all are through their own.
+Ranks may have different numbers of batches: nothing is paired between them until all are through their own. Unless
+forward itself communicates: then a rank that is through goes on with its last batch, and forgets what that logs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from torch import nn
 
 from safetrain.comm import Comm
 from safetrain.contain import Share
-from safetrain.data import Feed
-from safetrain.errors import PeerFailed, RankFailed
+from safetrain.data import Feed, Fetched
+from safetrain.errors import DataError, PeerFailed, RankFailed
 from safetrain.metrics import MetricLog
 from safetrain.precision import Precision
 
@@ -28,35 +29,51 @@ def evaluate(
     comm: Comm,
     *,
     step: int,
+    forward_communicates: bool = False,
 ) -> dict[str, float]:
     """Call ``step_fn`` on every batch of this rank; what it put into ``log``, over all ranks, as ``val/<name>``.
 
     Raises:
         RankFailed, PeerFailed: on all ranks, when ``step_fn`` or the data failed on one.
     """
+
+    def goes_on(fetched: Fetched) -> bool:
+        return comm.agree(not fetched.empty, "any") if forward_communicates else not fetched.empty
+
     share = Share()
     was_training = model.training
     model.eval()
     with torch.no_grad():
         feed.begin_epoch(0)
-        while share.error is None and not (fetched := feed.take()).empty:
+        last = Fetched(
+            error=DataError("no validation batch on this rank: it can't take part in a forward that needs it")
+        )
+        while share.error is None and goes_on(fetched := feed.take()):
+            log.paused = fetched.empty
+            last = last if fetched.empty else fetched
             try:
-                if fetched.error is not None:
-                    raise fetched.error
-                log.batch_weight = 1 if fetched.samples is None else fetched.samples
+                if last.error is not None:
+                    raise last.error
+                log.batch_weight = 1 if last.samples is None else last.samples
                 with precision.autocast():
-                    step_fn(fetched.batch)
+                    step_fn(last.batch)
             except Exception as error:  # noqa: BLE001
                 # the other ranks must hear of it, or they wait for this one's metrics
                 share.catch(error, "validation_step")
                 share.error = error
     model.train(was_training)
+    log.paused = False
+    if share.error is not None and forward_communicates:
+        raise _failed(comm, step, share) from share.error  # the others are inside this forward's collectives
     reasons = comm.gather(share.reason if share.error is not None else None)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if share.error is not None:
-        text = f"rank {comm.rank} failed at step {step}: {share.reason}"
-        raise RankFailed(text, step=step, phase="validation_step") from share.error
+        raise _failed(comm, step, share) from share.error
     if failed:
         text = "; ".join(f"rank {rank} failed at step {step}: {reason}" for rank, reason in failed.items())
         raise PeerFailed(text, ranks=list(failed), step=step)
     return {f"val/{name}": value for name, value in log.reduce(comm).items()}
+
+
+def _failed(comm: Comm, step: int, share: Share) -> RankFailed:
+    return RankFailed(f"rank {comm.rank} failed at step {step}: {share.reason}", step=step, phase="validation_step")

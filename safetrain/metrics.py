@@ -23,6 +23,7 @@ from safetrain.errors import DataError, UsageError
 
 T = TypeVar("T")
 How = Literal["mean", "sum", "min", "max"]
+_HOWS = get_args(How)
 
 
 class Ranks(Protocol):
@@ -55,10 +56,12 @@ class MetricLog:
 
     Attributes:
         batch_weight: weight of a scalar mean logged without one; the loop sets it to the samples of the batch at hand.
+        paused: check what is logged, and forget it.
     """
 
     def __init__(self) -> None:
         self.batch_weight = 1
+        self.paused = False
         self._entries: dict[str, _Entries] = {}
 
     def add(self, name: str, value: float | torch.Tensor, weight: int | None = None, how: How = "mean") -> None:
@@ -70,8 +73,8 @@ class MetricLog:
         Raises:
             UsageError: a ``how`` that is unknown or not the name's, a weight without a meaning, a wrong shape.
         """
-        if how not in get_args(How):
-            raise UsageError(f"log({name!r}, how={how!r}): allowed are {', '.join(get_args(How))}")
+        if how not in _HOWS:
+            raise UsageError(f"log({name!r}, how={how!r}): allowed are {', '.join(_HOWS)}")
         # A copy: the caller may go on to change its tensor in place, and a view would keep the whole batch alive.
         kept = value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
         if kept.dim() > 1 or kept.is_complex():
@@ -81,8 +84,12 @@ class MetricLog:
             raise UsageError(
                 f"log({name!r}, weight={weight}, how={how!r}): a weight, 0 or more, belongs to a scalar that is a mean"
             )
-        entries = self._entries.setdefault(name, _Entries(how))
-        if entries.how != how:
+        if self.paused:
+            return
+        entries = self._entries.get(name)
+        if entries is None:
+            entries = self._entries[name] = _Entries(how)
+        elif entries.how != how:
             raise UsageError(f"log({name!r}, how={how!r}): how={entries.how!r} came before; use one, or two names")
         entries.values.append(kept)
         entries.weights.append(len(kept) if kept.dim() else self.batch_weight if weight is None else weight)

@@ -8,6 +8,7 @@ never part of the user's loss, so something is always left to fire, even where b
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -180,7 +181,8 @@ class Reduction:
         """The vote alone, before any forward."""
         counted = torch.tensor(self._box.encode(vote), dtype=torch.float64)
         self._comm.start_sum(counted).wait()
-        return self._box.decode((counted / self._comm.world_size).tolist())
+        tally = self._box.decode((counted / self._comm.world_size).tolist())
+        return replace(tally, same_log_keys=False)  # what this window logs comes after the vote
 
     def finish_voted(self, tally: Tally) -> Tally:
         """End the reduction of a window whose vote came first; only now can the tally tell which ranks completed it.
@@ -194,6 +196,19 @@ class Reduction:
         assert self._step_module.ballot.grad is not None
         counts = [round(average * tally.world_size) for average in self._step_module.ballot.grad.tolist()]
         return replace(tally, completed=counts[0], unused_changed=counts[1])
+
+    def explain(self, error: Exception) -> Exception:
+        """What DDP raises inside a user's backward, in the user's terms; any other error as it is."""
+        twice = re.search(r"Parameter at index (\d+).*marked as ready twice", str(error), re.DOTALL)
+        if twice is None:
+            return error
+        name, _ = self._layout.trained[int(twice[1]) - 1]  # DDP's parameter 0 is the ballot
+        explained = UsageError(
+            f"{name} had a second gradient in one backward, which DDP can't reduce. A reentrant checkpoint round a "
+            "layer that is used more than once does that: use checkpoint(..., use_reentrant=False)."
+        )
+        explained.__cause__ = error
+        return explained.with_traceback(error.__traceback__)
 
     def _fire(self, words: torch.Tensor) -> None:
         """Give the ballot its words, and a zero gradient to every parameter whose DDP hook has not fired.

@@ -61,7 +61,7 @@ class TrainThenVote:
             # any user error must become a vote, or the other ranks wait for ever
             if isinstance(error, SkipBatch):  # too late: part of its gradients are in
                 error = UsageError(f"SkipBatch was raised during backward at {place_of(error)}: raise it before")
-            share.catch(error, "backward")
+            share.catch(self._parts.reduction.explain(error), "backward")
         else:
             share.add(loss)
 

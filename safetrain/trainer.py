@@ -205,8 +205,9 @@ class Trainer:
         train_log, self._log = self._log, MetricLog()
         try:
             metrics = evaluate(
-                self.model, self._val_feed, self.validation_step, self._log, self.precision, self.comm, step=self.step
-            )
+                self.model, self._val_feed, self.validation_step, self._log, self.precision, self.comm,
+                step=self.step, forward_communicates=self.strategy.forward_communicates,
+            )  # fmt: skip
         finally:
             self._log = train_log
         self._reporter.validation(self.step, self.epoch, metrics)

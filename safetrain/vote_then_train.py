@@ -67,11 +67,13 @@ class VoteThenTrain:
 
     def _micro_batch(self, step: int, batch: Any, weight: int, share: Share, phase: str | None, index: int) -> None:
         parts = self._parts
+        parts.user.log().paused = not weight  # a batch that is repeated must not count twice in what the user logs
         value = parts.reduction.forward(
             lambda: self._must_succeed(step, batch, weight),
             first=index == 0,
             last=index == parts.accumulate - 1,
         )
+        parts.user.log().paused = False
         if index == 0 and parts.reduction.holds_gradients():
             raise parts.failed(step, OWN_BACKWARD, "training_step")
         loss = Loss(value, weight)
