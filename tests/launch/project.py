@@ -140,6 +140,8 @@ class Project:
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not condition():
+            for process in self.started:
+                assert process.poll() is None, f"ended before {what}:\n{process.communicate()}"
             assert time.monotonic() < deadline, f"{what} did not happen"
             time.sleep(0.02)
 
