@@ -29,11 +29,13 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Classifier(Trainer):
-    """Trains a model that gives a score to each class. Its last layer gets as many as the data has classes."""
+    """Trains a model that gives a score to each class: a module, or what makes one when told ``num_classes``."""
 
     def build_model(self) -> nn.Module:
-        new_model = cast(Callable[..., nn.Module], super().build_model())
-        return new_model(num_classes=cast(LabelledImages, self.build_train_data()).num_classes)
+        model: nn.Module | Callable[..., nn.Module] = super().build_model()
+        if isinstance(model, nn.Module):
+            return model
+        return model(num_classes=cast(LabelledImages, self.build_train_data()).num_classes)
 
     def training_step(self, batch: Batch) -> Tensor:
         images, labels = batch

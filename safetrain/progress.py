@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import TextIO
@@ -49,6 +49,7 @@ class ProgressBar:
         if epoch != self._epoch:
             self._tell()
             self._epoch = epoch
+            self._label_bar()
         self._step = step
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
@@ -60,8 +61,7 @@ class ProgressBar:
             return
         if event.kind == "train":
             self._train = event.metrics
-            if self._bar is not None:
-                self._bar.describe(self._place(), self._progress())
+            self._label_bar()
         elif event.kind == "validation":
             self._validations.append(event)
             self._tell(event.metrics)
@@ -77,6 +77,11 @@ class ProgressBar:
     def close(self) -> None:
         self._close_bar()
         self._run = None
+
+    def _label_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.set_description_str(self._place(), refresh=False)
+            self._bar.set_postfix_str(", ".join(self._progress()), refresh=False)
 
     def _close_bar(self) -> None:
         if self._bar is not None:
@@ -156,10 +161,6 @@ class _Bar(tqdm):  # type: ignore[type-arg]
         )
         rank_log.set_progress_bar(functools.partial(cls.external_write_mode, file=terminal))
         return bar
-
-    def describe(self, place: str, progress: Sequence[str]) -> None:
-        self.set_description_str(place, refresh=False)
-        self.set_postfix_str(", ".join(progress), refresh=False)
 
 
 def _words(metrics: Mapping[str, float]) -> list[str]:

@@ -86,7 +86,7 @@ class RankLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         _flush_standard_streams()
         self.path = path
-        self.terminal: TextIO = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")
+        self.terminal: TextIO = os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors="replace")
         self._window = os.fdopen(os.dup(1), "wb")
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._reader = path.open("rb")
@@ -104,6 +104,7 @@ class RankLog:
         if self._followed:
             threading.Thread(target=self._follow, name="safetrain-terminal", daemon=True).start()
         atexit.register(self.flush)
+        os.register_at_fork(after_in_child=self._leave_it_to_the_parent)
 
     def flush(self) -> None:
         """Return when everything written so far is in the file and, on rank 0, on the terminal."""
@@ -116,6 +117,9 @@ class RankLog:
             tick.wait(_FOLLOW_EVERY_S)
             # text without a line end would be overwritten by a bar; where there is none it may be a prompt
             self._copy(whole_lines=_step_aside is not nullcontext)
+
+    def _leave_it_to_the_parent(self) -> None:
+        self._followed = False  # what a child writes is in the file as well, and so is where the reader stands
 
     def _copy(self, whole_lines: bool) -> None:
         if not self._followed:

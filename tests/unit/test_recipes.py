@@ -67,6 +67,11 @@ def test_the_model_gets_as_many_classes_as_the_data_has(folder: Path) -> None:
     assert model.head.out_features == 2
 
 
+def test_a_whole_model_is_taken_as_it_is() -> None:
+    model = ResNet(10)
+    assert Classifier(model).build_model() is model
+
+
 def test_cosine_rises_then_falls_to_zero() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler = warmup_cosine(optimizer, total_steps=8, warmup_steps=3)

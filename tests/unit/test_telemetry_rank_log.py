@@ -81,6 +81,19 @@ def test_the_file_keeps_the_order(tmp_path: Path) -> None:
     assert positions == sorted(positions)
 
 
+def test_a_forked_child_is_heard_once(tmp_path: Path) -> None:
+    def work() -> None:
+        pid = os.fork()
+        if pid == 0:
+            print("from a fork")
+            return  # and on to flush, as at the end of a process
+        os.waitpid(pid, 0)
+
+    log, shown = in_a_rank(work, tmp_path, 0)
+    assert log == "from a fork\n"
+    assert shown == log
+
+
 def test_a_restarted_rank_continues_its_file(tmp_path: Path) -> None:
     in_a_rank(lambda: print("first life"), tmp_path, 0)
     log, shown = in_a_rank(lambda: print("second life"), tmp_path, 0)
