@@ -54,14 +54,20 @@ class Reporter:
         if result.applied:
             for name, value, weight in result.losses:
                 log.add(name, value, weight)
-        for reason in filter(None, (result.dropped_late, result.dropped)):
-            self._skipped_steps += 1
-            self._tell(Event("skip", step, epoch, {"train/skipped_steps": self._skipped_steps}, reason))
+        if result.dropped_late:
+            self.skipped(step - 2, epoch, result.dropped_late)
+        if result.dropped:
+            self.skipped(step - 1, epoch, result.dropped)
         for observer in self._observers:
             observer.step(step, epoch)
         if step % self._log_every_steps == 0:
             self._tell(Event("train", step, epoch, self._metrics(result, log)))
             self.restart_clock()
+
+    def skipped(self, step: int, epoch: int, reason: str) -> None:
+        """Window number ``step`` (from 0, as in messages) was dropped by all ranks."""
+        self._skipped_steps += 1
+        self._tell(Event("skip", step, epoch, {"train/skipped_steps": self._skipped_steps}, reason))
 
     def _metrics(self, result: WindowResult, log: MetricLog) -> dict[str, float]:
         # the vote compared the names of an applied window; else ranks may have logged different ones
@@ -82,6 +88,9 @@ class Reporter:
 
     def end(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         self._tell(Event("end", step, epoch, metrics))
+
+    def close(self) -> None:
+        """The run is over, well or not."""
         for observer in self._observers:
             observer.close()
 

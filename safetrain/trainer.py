@@ -165,16 +165,17 @@ class Trainer:
         """
         with self._ranks():
             window = self._build()
-            while self.epoch < self.loop.epochs and not self._finished():
-                self.on_epoch_start()
-                self._train_epoch(window)
-                if self._val_feed is not None and (self.epoch + 1) % self.loop.validate_every_epochs == 0:
-                    self.metrics |= self.validate()
-                self.epoch += 1
-            window.finish(self.step)
-            self._reduction.share_buffers()
-            result = Result(self.step, self.epoch, window.applied_steps, dict(self.metrics))
-            self._reporter.end(self.step, self.epoch, result.metrics)
+            with contextlib.closing(self._reporter):
+                while self.epoch < self.loop.epochs and not self._finished():
+                    self.on_epoch_start()
+                    self._train_epoch(window)
+                    if self._val_feed is not None and (self.epoch + 1) % self.loop.validate_every_epochs == 0:
+                        self.metrics |= self.validate()
+                    self.epoch += 1
+                window.finish(self.step)
+                self._reduction.share_buffers()
+                result = Result(self.step, self.epoch, window.applied_steps, dict(self.metrics))
+                self._reporter.end(self.step, self.epoch, result.metrics)
         return result
 
     def _train_epoch(self, window: Window) -> None:
@@ -190,7 +191,8 @@ class Trainer:
             if result.applied or result.dropped:
                 self.step += 1
                 self._reporter.window(self.step, self.epoch, result, self._log)
-        window.settle()
+        if dropped_late := window.settle():
+            self._reporter.skipped(self.step - 1, self.epoch, dropped_late)
         if self.step == 0:
             raise DataError("the training data gave no batch on any rank: the dataset is empty")
 
