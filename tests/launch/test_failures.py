@@ -8,7 +8,7 @@ import pytest
 
 from tests.launch.project import Project
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 CASES = [pytest.param(2, 0, id="2 ranks, rank 0"), pytest.param(4, 3, id="4 ranks, the last one")]
 

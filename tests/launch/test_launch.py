@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.project import Project
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_a_users_folder_trains_by_one_command(project: Project) -> None:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from tests.launch.project import Project
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_each_job_runs_once_and_its_metric_is_told(project: Project) -> None:

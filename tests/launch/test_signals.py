@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch.project import Command, Project
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ENDS_WITHIN_S = 5.0
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from tests.launch.project import Command, Project
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "safetrain"]
 
@@ -112,12 +112,13 @@ def test_an_environment_that_no_launcher_makes_is_refused(
 def test_two_processes_of_one_rank_are_refused(project: Project) -> None:
     # what a program does that torchrun started and that spawns ranks itself
     (project.folder / "spawns.py").write_text(
-        "import subprocess, sys\n"
+        "import subprocess, sys, time\n"
         "command = [sys.executable, '-m', 'safetrain', 'recipe=mine', 'trainer.fault=sleep']\n"
-        "first = subprocess.Popen(command)\n"
-        "second = subprocess.run(command, timeout=80)\n"
-        "first.kill()\n"
-        "sys.exit(second.returncode)\n"
+        "both = [subprocess.Popen(command) for _ in range(2)]\n"
+        "while all(process.poll() is None for process in both):\n"
+        "    time.sleep(0.05)\n"
+        "for process in both:\n"
+        "    process.kill()\n"
     )
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "spawns.py"]
     done = project.run(program=program)
