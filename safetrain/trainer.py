@@ -230,6 +230,7 @@ class Trainer:
         """Everything a run is made of, in the order in which one needs the other."""
         comm, options = self.comm, self.loader
         self.step, self.epoch, self._stopped, self._stop_wanted = 0, 0, False, False
+        self.metrics, self._log = {}, MetricLog()
         torch.manual_seed(self.seed)  # the same initial weights on every rank
         self.model = self.strategy.prepare(self.build_model(), comm)
         self._reduction = Reduction(self.model, comm, self.strategy)
