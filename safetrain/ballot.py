@@ -13,10 +13,12 @@ x)².
 from __future__ import annotations
 
 import enum
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from operator import sub
+from typing import ClassVar, NamedTuple
 
 from safetrain.errors import CommunicationError
 
@@ -51,8 +53,7 @@ class Vote:
     log_keys: int = 0  # fingerprint of the names it logs
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(NamedTuple):
     """The sum over ranks: the same on all of them. Counts are numbers of ranks."""
 
     world_size: int
@@ -108,7 +109,7 @@ class BallotBox:
         self._compared_mask = (1 << min(8, bits // 2)) - 1
         self.words = 2 + len(Outcome) - 2 + 1 + 1 + len(self._COUNTS) + self._limbs + 2 * len(self._COMPARED)
 
-    def encode(self, vote: Vote) -> list[float]:
+    def encode(self, vote: Vote) -> list[int]:
         """This rank's words, each at most ``bits`` wide."""
         outcome = vote.outcome
         words: list[int] = [
@@ -130,7 +131,7 @@ class BallotBox:
         for value in (vote.step, vote.applied_steps, vote.log_keys):
             small = value & self._compared_mask
             words += (small, small * small)
-        return [float(word) for word in words]
+        return words
 
     def decode(self, averages: Sequence[float]) -> Tally:
         """The tally in words *averaged* over ranks.
@@ -140,10 +141,9 @@ class BallotBox:
         """
         world_size = self._world_size
         sums = [average * world_size for average in averages]
-        words = [round(total) if total == total and abs(total) < 2**53 else -1 for total in sums]
-        if (words[0], words[1]) != (world_size, _SIGNATURE) or any(
-            abs(t - w) > 0.25 for t, w in zip(sums, words, strict=True)
-        ):
+        words = list(map(round, sums)) if all(map(math.isfinite, sums)) else [-1, -1]
+        possible = words[:2] == [world_size, _SIGNATURE] and min(words) >= 0 and max(words) <= world_size << self._bits
+        if not possible or max(map(abs, map(sub, sums, words))) > 0.25:
             raise CommunicationError(
                 f"the vote of this step came back damaged on rank {self._rank}: the gradient reduction did not finish, "
                 f"or "

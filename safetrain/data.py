@@ -8,9 +8,8 @@ raises what a dataset raises: an error is something that the ranks decide on tog
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -23,6 +22,8 @@ from safetrain.seeding import derive_seed
 from safetrain.shares import MapShare, StreamShare, start_worker
 
 __all__ = ["Feed", "Fetched", "build_loader", "count_samples", "move"]
+
+_END = object()  # no batch: what next() gives after the last one
 
 
 def build_loader(
@@ -77,8 +78,7 @@ def build_loader(
     )
 
 
-@dataclass(frozen=True)
-class Fetched:
+class Fetched(NamedTuple):
     """What a feed gave: a batch (with its samples, where they can be counted), an error, or the epoch's end."""
 
     batch: Any = None
@@ -152,30 +152,25 @@ class Feed:
         return batches
 
     def look_ahead(self) -> bool:
-        """Fetch one batch and keep it for ``take``: False when this rank has no more in this epoch."""
+        """Fetch one batch to the device and keep it for ``take``: False when this rank has no more in this epoch."""
         if self._ahead is None:
             self._ahead = self._fetch()
         return not self._ahead.empty
 
     def take(self) -> Fetched:
         """The next batch, on the device. What dataset, sampler, loader worker or move raised is in ``error``."""
-        fetched = self._ahead or self._fetch()
-        self._ahead = None
-        if fetched.empty or fetched.error is not None:
-            return fetched
-        try:
-            batch = move(fetched.batch, self._device, non_blocking=self._loader.pin_memory)
-            return Fetched(batch=batch, samples=count_samples(batch))
-        except Exception as error:  # noqa: BLE001 - handed on, so that all ranks decide on it (out of memory, mostly)
-            return Fetched(error=error)
+        fetched, self._ahead = self._ahead or self._fetch(), None
+        return fetched
 
     def _fetch(self) -> Fetched:
         if self._batches is None:
             raise UsageError("Feed.begin_epoch(epoch) comes before the first batch")
         try:
-            return Fetched(batch=next(self._batches))
-        except StopIteration:
-            return Fetched(empty=True)
+            batch = next(self._batches, _END)
+            if batch is _END:
+                return Fetched(empty=True)
+            batch = move(batch, self._device, non_blocking=self._loader.pin_memory)
+            return Fetched(batch, count_samples(batch))
         except Exception as error:  # noqa: BLE001 - handed on, so that all ranks decide on it
             if "Original Traceback" in str(error):
                 # The worker's traceback is in the text. The one of here closes a cycle over torch's iterator, which

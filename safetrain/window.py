@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,8 +28,7 @@ from safetrain.vote_then_train import VoteThenTrain
 logger = logging.getLogger("safetrain")
 
 
-@dataclass(frozen=True, slots=True)
-class WindowResult:
+class WindowResult(NamedTuple):
     """What one window did; all but ``losses`` is the same on every rank."""
 
     applied: bool
