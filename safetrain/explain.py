@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import (
@@ -34,12 +36,18 @@ def explain(error: Exception) -> ConfigError:
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and isinstance(cause.parent_node, DictConfig):
         parent, _, name = str(cause.full_key).rpartition(".")
         names = [str(key) for key in cause.parent_node if key != "hydra"]
-        return unknown_key(parent, name, names if parent else [*names, *groups()], _override(error))
+        return unknown_key(parent, name, names if parent else {*names, *groups()}, _override(error))
     if isinstance(cause, MissingMandatoryValue):
-        return ConfigError(f"{cause.full_key} is missing: the recipe, or {cause.full_key}=VALUE, has to say it")
+        return _missing(str(cause.full_key))
     if isinstance(cause, InterpolationResolutionError):
+        if missing := re.search(r"Missing mandatory value: (\S+)", str(cause)):  # OmegaConf keeps the key in words only
+            return _missing(missing[1])
         return ConfigError(f"{cause.full_key}: {_first_line(cause)}")
     return ConfigError(_without_links(str(error) or str(cause)))
+
+
+def _missing(key: str) -> ConfigError:
+    return ConfigError(f"{key} is missing: the recipe, or {key}=VALUE, has to say it")
 
 
 def _unknown_choice(config: str, options: object) -> ConfigError:

@@ -84,6 +84,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["recipe=mine", "loop"], "loop: can't be read as key=value."),
         (["recipe=mine", "+vars.a=${loop.epohcs}"], "vars.a: Interpolation key 'loop.epohcs' not found"),
         (["recipe=mine", "trainer=???"], "trainer is missing: the recipe, or trainer=VALUE, has to say it"),
+        (["recipe=resnet_ddp", "recipe/data=imagefolder"], "data.root is missing: the recipe, or data.root=VALUE, has"),
         (["recipe=mine", "device=cuda"], "device=cuda: torch sees no GPU on this machine. Allowed here: auto, cpu."),
     ],
 )
