@@ -109,7 +109,7 @@ def test_h36_a_parameter_used_and_then_left_alone_by_all(
 
 
 def test_h36_unused_stop_ends_at_the_step_itself(place: Place) -> None:
-    """Reported: an error one step late, or never. Here policy/unused=stop ends all ranks at the step itself."""
+    """Reported: an error one step late, or never. Here policy/unused=error ends all ranks at the step itself."""
     batches = batches_of(place.world_size, 4)
     batches[place.culprit][2] = to_the_right(batches[place.culprit][2])
 
