@@ -188,7 +188,7 @@ def run_rank(comm: Comm, work: Workload, steps: int, rounds: int) -> dict[str, T
 
 def measure(work: Workload, steps: int, rounds: int) -> dict[str, Times]:
     """Seconds a step of both loops, round by round: the mean over the ranks."""
-    ranks = run_ranks(run_rank, RANKS, work, steps, rounds, timeout_s=60 + 0.2 * steps * rounds * work.accumulate)
+    ranks = run_ranks(run_rank, RANKS, work, steps, rounds, timeout_s=60 + 2.0 * steps * (rounds + 1))
     return {
         loop: Times(
             [statistics.mean(values) for values in zip(*(times[loop].cpu_s for times in ranks), strict=True)],
@@ -207,15 +207,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if unknown := set(options.workloads) - set(WORKLOADS):
         parser.error(f"no workload {', '.join(sorted(unknown))}: there are {', '.join(WORKLOADS)}")
-    rows = []
+    options.results.mkdir(parents=True, exist_ok=True)
+    file = options.results / f"step_cost_{datetime.datetime.now():%Y-%m-%d_%H%M}.md"
+    rows: list[str] = []
     print(HEADER)
     for name in options.workloads or WORKLOADS:
         work = WORKLOADS[name]
         rows.append(row(work.title, work.accumulate, **measure(work, options.steps, options.rounds)))
         print(rows[-1], flush=True)
-    options.results.mkdir(parents=True, exist_ok=True)
-    file = options.results / f"step_cost_{datetime.datetime.now():%Y-%m-%d_%H%M}.md"
-    file.write_text(page(rows, RANKS, options.steps, options.rounds), encoding="utf-8")
+        file.write_text(page(rows, RANKS, options.steps, options.rounds), encoding="utf-8")
     print(f"\nwritten to {file}")
 
 
