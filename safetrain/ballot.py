@@ -145,11 +145,9 @@ class BallotBox:
         possible = words[:2] == [world_size, _SIGNATURE] and min(words) >= 0 and max(words) <= world_size << self._bits
         if not possible or max(map(abs, map(sub, sums, words))) > 0.25:
             raise CommunicationError(
-                f"the vote of this step came back damaged on rank {self._rank}: the gradient reduction did not finish, "
-                f"or "
-                "another collective was paired with it. Look for a collective issued by user code on one rank only, "
-                "and "
-                "for a model that was moved, converted or re-registered inside the step."
+                f"the vote of this step came back damaged on rank {self._rank}: the gradient reduction did not "
+                "finish, or another collective was paired with it. Look for a collective issued by user code on one "
+                "rank only, and for a model that was moved, converted or re-registered inside the step."
             )
         no_data, skip, out_of_memory, failed, rank_sum = words[2:7]
         more_data, stop, relayout, completed, unused_changed = words[7:12]

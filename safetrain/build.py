@@ -91,10 +91,9 @@ def check_optimizers(optimizers: Mapping[str, Optimizer], model: nn.Module) -> N
                 if id(parameter) not in names:
                     raise UsageError(
                         f"optimizer {optimizer_name!r}, group {index}, trains a tensor of shape "
-                        f"{tuple(parameter.shape)} that is not "
-                        "in the model: its gradient would never be averaged over ranks. Make it part of the model (a "
-                        "loss with "
-                        "parameters, too), and build optimizers from the model that safetrain was given."
+                        f"{tuple(parameter.shape)} that is not in the model: its gradient would never be averaged over "
+                        "ranks. Make it part of the model (a loss with parameters, too), and build optimizers from the "
+                        "model that safetrain was given."
                     )
                 if id(parameter) in owners:
                     raise UsageError(

@@ -162,8 +162,7 @@ def launcher_place() -> tuple[int, int, int, int]:
     if missing:
         raise UsageError(
             f"the environment sets {', '.join(present)} but not {', '.join(missing)}: the ranks were started by hand "
-            f"and "
-            "incompletely. Start them with `python -m safetrain`, torchrun, or unset these variables to run one "
+            "and incompletely. Start them with `python -m safetrain` or torchrun, or unset these variables to run one "
             "process."
         )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -75,14 +75,14 @@ class TrainThenVote:
         if parts.policies.unused.stops:
             error = UsageError(
                 f"no gradient for {names}. Use them in the loss, freeze them (requires_grad_(False)), or set "
-                f"policy/unused=zeros"
+                "policy/unused=zeros"
             )
             share.note(Outcome.FAILED, str(error), "backward", error)
         elif tuple(unused) not in self._warned_unused:
             self._warned_unused.add(tuple(unused))
             logger.warning(
                 "rank %d, step %d: no gradient for %s. It counts as zero where another rank has one, and is left alone "
-                "where "
-                "none has. If it is meant to train, use it in the loss; if not, freeze it (requires_grad_(False)).",
+                "where none has. If it is meant to train, use it in the loss; if not, freeze it "
+                "(requires_grad_(False)).",
                 parts.comm.rank, step, names,
             )  # fmt: skip
