@@ -18,6 +18,7 @@ class DDPStrategy:
 
     Attributes:
         bucket_cap_mb: size of a gradient bucket in MiB; the smaller, the earlier reduction starts, and the more calls.
+            None: torch's choice, 1 MiB for the first, so that reduction starts early, and 25 MiB for the others.
         gradient_as_bucket_view: gradients live in the buckets: one copy less.
         broadcast_buffers: before each synchronising forward, buffers are made equal to rank 0's.
         static_graph: torch's optimisation for graphs that never change. It can't be completed: the vote comes first.
@@ -27,7 +28,7 @@ class DDPStrategy:
         compile: ``model.compile()``; names of parameters stay as they are.
     """
 
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: float | None = None
     gradient_as_bucket_view: bool = True
     broadcast_buffers: bool = True
     static_graph: bool = False
@@ -37,7 +38,7 @@ class DDPStrategy:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        if self.bucket_cap_mb <= 0:
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise ConfigError(f"strategy.bucket_cap_mb={self.bucket_cap_mb}: must be above 0 (MiB)")
         if self.comm_hook is not None and self.comm_hook not in COMM_HOOKS:
             raise ConfigError(f"strategy.comm_hook={self.comm_hook!r}: allowed are null, {', '.join(COMM_HOOKS)}")
