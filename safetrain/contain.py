@@ -10,17 +10,15 @@ import gc
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import safetrain
 from safetrain.ballot import Outcome
 from safetrain.comm import is_communication_error
-from safetrain.errors import SkipBatch, UsageError
+from safetrain.errors import PeerFailed, RankFailed, RanksDiffer, SkipBatch, UsageError
+from safetrain.failure import is_user_file
 
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, safetrain))
 _ALLOCATOR_TEXTS = ("DefaultCPUAllocator", "can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")
 
 
@@ -83,9 +81,10 @@ class Share:
         """Turn an exception of user code into an outcome, and free what its traceback holds (activations, for one).
 
         Raises:
-            Exception: ``error`` itself where it comes from a collective: a peer is gone.
+            Exception: ``error`` itself where the other ranks have it, too, or where it comes from a collective: a peer
+                is gone.
         """
-        if is_communication_error(error):
+        if isinstance(error, (RankFailed, PeerFailed, RanksDiffer)) or is_communication_error(error):
             raise error
         traceback.clear_frames(error.__traceback__)
         where = place_of(error)
@@ -161,7 +160,7 @@ def free_memory() -> None:
 def place_of(error: BaseException) -> str:
     """``file:line in function`` of the innermost frame that is the user's; of the innermost frame if none is."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<frozen"))]
+    users = [frame for frame in frames if is_user_file(frame.filename)]
     for frame in reversed(users or list(frames)):
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
     return "an unknown place"
