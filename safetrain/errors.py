@@ -14,7 +14,8 @@ SkipBatch                  raised by users: "leave this micro-batch out"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 
 class SafetrainError(Exception):
@@ -45,6 +46,11 @@ class RankFailed(SafetrainError):
         self.step = step
         self.phase = phase
 
+    @classmethod
+    def at(cls, step: int, rank: int, reason: str, phase: str) -> Self:
+        """The error of this rank, in the words that the other ranks use, too."""
+        return cls(_failed(rank, step, reason), step=step, phase=phase)
+
 
 class PeerFailed(SafetrainError):
     """User code failed on other ranks; this rank stopped at the same step."""
@@ -53,6 +59,12 @@ class PeerFailed(SafetrainError):
         super().__init__(message)
         self.ranks = tuple(ranks)
         self.step = step
+
+    @classmethod
+    def at(cls, step: int, reasons: Mapping[int, str]) -> Self:
+        """The error of a rank that stops because of others; ``reasons`` by rank."""
+        text = "; ".join(_failed(rank, step, reason) for rank, reason in reasons.items())
+        return cls(text, ranks=list(reasons), step=step)
 
 
 class TrainingStopped(SafetrainError):
@@ -65,3 +77,7 @@ class TrainingStopped(SafetrainError):
 
 class SkipBatch(Exception):
     """Raise it in a dataset, a collate function or ``training_step``: this micro-batch is to be left out."""
+
+
+def _failed(rank: int, step: int, reason: str) -> str:
+    return f"rank {rank} failed at step {step}: {reason}"

@@ -64,16 +64,12 @@ def evaluate(
     model.train(was_training)
     log.paused = False
     if share.error is not None and forward_communicates:
-        raise _failed(comm, step, share) from share.error  # the others are inside this forward's collectives
+        # the others are inside this forward's collectives
+        raise RankFailed.at(step, comm.rank, share.reason, "validation_step") from share.error
     reasons = comm.gather(share.reason if share.error is not None else None)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if share.error is not None:
-        raise _failed(comm, step, share) from share.error
+        raise RankFailed.at(step, comm.rank, share.reason, "validation_step") from share.error
     if failed:
-        text = "; ".join(f"rank {rank} failed at step {step}: {reason}" for rank, reason in failed.items())
-        raise PeerFailed(text, ranks=list(failed), step=step)
+        raise PeerFailed.at(step, failed)
     return {f"val/{name}": value for name, value in log.reduce(comm).items()}
-
-
-def _failed(comm: Comm, step: int, share: Share) -> RankFailed:
-    return RankFailed(f"rank {comm.rank} failed at step {step}: {share.reason}", step=step, phase="validation_step")

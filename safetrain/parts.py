@@ -89,4 +89,4 @@ class Parts:
 
     def failed(self, step: int, reason: str, phase: str) -> RankFailed:
         """The error that says this rank failed."""
-        return RankFailed(f"rank {self.comm.rank} failed at step {step}: {reason}", step=step, phase=phase)
+        return RankFailed.at(step, self.comm.rank, reason, phase)

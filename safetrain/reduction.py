@@ -165,8 +165,7 @@ class Reduction:
         ``unused`` must have been called before. Raises CommunicationError where the ranks' reductions do not fit
         together.
         """
-        vote.completed = any(self._unused)
-        vote.unused_changed = vote.completed and self._unused != self._compared_unused
+        vote.completed, vote.unused_changed = self._completion()
         words = self._box.encode(vote)
         if self._rides:
             self._fire(torch.frombuffer(array("f", words), dtype=torch.float32))  # 2 µs; torch.tensor(words) takes 7
@@ -192,11 +191,15 @@ class Reduction:
         """
         if self._strategy.static_graph:
             return tally
-        completed = any(self._unused)
-        self._fire(torch.tensor([completed, completed and self._unused != self._compared_unused], dtype=torch.float32))
+        self._fire(torch.tensor(self._completion(), dtype=torch.float32))
         assert self._ballot.grad is not None
         counts = [round(average * tally.world_size) for average in self._ballot.grad.tolist()]
         return tally._replace(completed=counts[0], unused_changed=counts[1])
+
+    def _completion(self) -> tuple[bool, bool]:
+        """Whether this rank completes what its batches left out, and whether that is new since lists were compared."""
+        completed = any(self._unused)
+        return completed, completed and self._unused != self._compared_unused
 
     def explain(self, error: Exception) -> Exception:
         """What DDP raises inside a user's backward, in the user's terms; any other error as it is."""

@@ -208,8 +208,7 @@ class Window:
             for rank in range(parts.comm.world_size)
         }
         failed = {rank: reason for rank, reason in reasons.items() if reason is not None}
-        text = "; ".join(f"rank {rank} failed at step {step}: {reason}" for rank, reason in failed.items())
-        raise PeerFailed(text, ranks=list(failed), step=step)
+        raise PeerFailed.at(step, failed)
 
     def _follow_layout(self, step: int, *, walk: bool = False) -> None:
         """Where parameters were frozen, unfrozen or replaced, an empty window says so, and all ranks wrap anew."""
