@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from safetrain.comm import Comm as Comm
+    from safetrain.config import Audit as Audit
     from safetrain.config import Loader as Loader
     from safetrain.config import Loop as Loop
+    from safetrain.config import Watchdog as Watchdog
     from safetrain.contain import Loss as Loss
+    from safetrain.debugger import breakpoint as breakpoint
     from safetrain.errors import CommunicationError as CommunicationError
     from safetrain.errors import ConfigError as ConfigError
     from safetrain.errors import DataError as DataError
     from safetrain.errors import PeerFailed as PeerFailed
     from safetrain.errors import RankFailed as RankFailed
+    from safetrain.errors import RanksDiffer as RanksDiffer
     from safetrain.errors import SafetrainError as SafetrainError
     from safetrain.errors import SkipBatch as SkipBatch
     from safetrain.errors import TrainingStopped as TrainingStopped
@@ -38,6 +42,7 @@ if not os.path.isdir(os.path.join(_HERE, "configs")):  # noqa: PTH112, PTH118
     __path__.append(os.path.dirname(_HERE))  # noqa: PTH120  a checkout: configs/ and recipes/ lie beside this folder
 
 _HOMES = {
+    "Audit": "config",
     "Comm": "comm",
     "CommunicationError": "errors",
     "ConfigError": "errors",
@@ -51,6 +56,7 @@ _HOMES = {
     "PeerFailed": "errors",
     "Policies": "policies",
     "RankFailed": "errors",
+    "RanksDiffer": "errors",
     "Result": "report",
     "RunInfo": "observer",
     "SafetrainError": "errors",
@@ -58,6 +64,8 @@ _HOMES = {
     "Trainer": "trainer",
     "TrainingStopped": "errors",
     "UsageError": "errors",
+    "Watchdog": "config",
+    "breakpoint": "debugger",
 }
 __all__ = sorted(_HOMES)
 

@@ -51,6 +51,7 @@ class Vote:
     completed: bool = False  # some parameter got no gradient from its own batches
     unused_changed: bool = False  # ... and not the same ones as when the ranks last compared them
     log_keys: int = 0  # fingerprint of the names it logs
+    collectives: int = 0  # its share of a number that is 0 over all ranks when they issued the same collectives
 
 
 class Tally(NamedTuple):
@@ -71,6 +72,7 @@ class Tally(NamedTuple):
     same_step: bool
     same_applied_steps: bool
     same_log_keys: bool
+    same_collectives: bool = True
 
     @property
     def fell_apart(self) -> bool:
@@ -107,7 +109,7 @@ class BallotBox:
         self._limbs = -(-_WEIGHT_BITS // bits)
         # x² must fit into a word too
         self._compared_mask = (1 << min(8, bits // 2)) - 1
-        self.words = 2 + len(Outcome) - 2 + 1 + 1 + len(self._COUNTS) + self._limbs + 2 * len(self._COMPARED)
+        self.words = 2 + len(Outcome) - 2 + 1 + 1 + len(self._COUNTS) + self._limbs + 2 * len(self._COMPARED) + 1
 
     def encode(self, vote: Vote) -> list[int]:
         """This rank's words, each at most ``bits`` wide."""
@@ -131,6 +133,7 @@ class BallotBox:
         for value in (vote.step, vote.applied_steps, vote.log_keys):
             small = value & self._compared_mask
             words += (small, small * small)
+        words.append(vote.collectives & mask)
         return words
 
     def decode(self, averages: Sequence[float]) -> Tally:
@@ -152,7 +155,7 @@ class BallotBox:
         no_data, skip, out_of_memory, failed, rank_sum = words[2:7]
         more_data, stop, relayout, completed, unused_changed = words[7:12]
         limbs = words[12 : 12 + self._limbs]
-        compared = words[12 + self._limbs :]
+        compared = words[12 + self._limbs : -1]
         same = [
             world_size * squares == total * total for total, squares in zip(compared[::2], compared[1::2], strict=True)
         ]
@@ -172,4 +175,5 @@ class BallotBox:
             same_step=same[0],
             same_applied_steps=same[1],
             same_log_keys=same[2],
+            same_collectives=words[-1] % (1 << self._bits) == 0,
         )

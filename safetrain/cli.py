@@ -135,9 +135,12 @@ def train(config: Config) -> float | None:
 def _as_rank(arguments: Sequence[str]) -> int:
     """A rank that another launcher started: rank 0 composes for all."""
     from safetrain.config import Config
-    from safetrain.launch import Handover
+    from safetrain.handover import Handover
+    from safetrain.lifetime import die_with_parent
 
-    handover = Handover()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun: killed, it would leave its ranks running
+        die_with_parent()
+    handover = Handover(arguments)
     if handover.rank == 0:
         text = ""
         try:
@@ -183,7 +186,7 @@ def _prepare(config: Config) -> None:
     """Write ``config.yaml``; remove what an earlier job, told to use the same directory, would be mistaken for."""
     run_dir = Path(config.run_dir)
     shutil.rmtree(run_dir / "failures", ignore_errors=True)
-    for stale in ("failure.txt", "result.json"):
+    for stale in ("failure.txt", "failure.json", "result.json"):
         (run_dir / stale).unlink(missing_ok=True)
     (run_dir / "config.yaml").write_text(config.to_yaml())
 

@@ -8,7 +8,8 @@ A stray user collective can therefore never pair with a gradient bucket or with 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from safetrain import flight_recorder
+from safetrain.collectives import CollectiveLog
 from safetrain.errors import CommunicationError, UsageError
+from safetrain.joining import JOIN_TIMEOUT_S, join_limit_s, meet, part
+from safetrain.sections import Meeting
 
 T = TypeVar("T")
 How = Literal["any", "all", "min", "max", "sum"]
@@ -33,6 +38,7 @@ class Comm:
         device: where this rank computes.
         ddp_group: the process group of the gradients, used by nothing else.
         store: the key-value store all ranks share; it outlives rank 0 where torch elastic holds it.
+        collectives: what user code has issued since the last vote.
     """
 
     rank: int
@@ -42,20 +48,23 @@ class Comm:
     device: torch.device
     ddp_group: dist.ProcessGroup
     store: Store
+    collectives: CollectiveLog
 
     _live: Comm | None = None
+    _times_joined = 0
 
     @classmethod
-    def join(cls, device: str = "auto", timeout_s: float = 1800.0) -> Comm:
+    def join(cls, device: str = "auto", timeout_s: float = 1800.0, join_timeout_s: float = JOIN_TIMEOUT_S) -> Comm:
         """Join the ranks that the launcher started, or be a world of one where none did.
 
-        A second call returns the first one's result. ``timeout_s`` bounds every collective.
+        A second call returns the first one's result. ``timeout_s`` bounds every collective,
+        ``join_timeout_s`` the wait for ranks that do not come.
 
         Raises:
-            UsageError: the environment describes the ranks incompletely or inconsistently.
+            UsageError: the environment describes the ranks incompletely or inconsistently, or they do not all come.
         """
         if cls._live is None:
-            cls._live = cls(device, timeout_s)
+            cls._live = cls(device, timeout_s, join_timeout_s)
         return cls._live
 
     @classmethod
@@ -63,29 +72,44 @@ class Comm:
         """What ``join`` returned, while this process takes part."""
         return cls._live
 
-    def __init__(self, device: str, timeout_s: float) -> None:
+    def __init__(self, device: str, timeout_s: float, join_timeout_s: float) -> None:
         self.rank, self.world_size, self.local_rank, self.local_world_size = launcher_place()
         self.device = _choose_device(device, self.local_rank)
         timeout = timedelta(seconds=timeout_s)
+        flight_recorder.switch_on()
         self._owns_default_group = not dist.is_initialized()
         if self._owns_default_group:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             if "RANK" in os.environ:
-                dist.init_process_group(backend, timeout=timeout)
+                store = meet(self.rank, self.world_size, join_limit_s(join_timeout_s)).store
+                store.set_timeout(timeout)
+                dist.init_process_group(
+                    backend, timeout=timeout, store=store, rank=self.rank, world_size=self.world_size
+                )
             else:
                 # a store in memory: one process needs no port and can collide with nobody
                 dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
         elif (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.ddp_group = dist.new_group(timeout=timeout)
-        self._control_group = dist.new_group(timeout=timeout, backend="gloo")
-        self.store = PrefixStore("safetrain", dist.distributed_c10d._get_default_store())
+        self.ddp_group = dist.new_group(timeout=timeout, group_desc="safetrain_ddp")
+        self._control_group = dist.new_group(timeout=timeout, backend="gloo", group_desc="safetrain_control")
+        Comm._times_joined += 1  # what an earlier stay has left in the store must not be read again
+        prefix = f"safetrain/{Comm._times_joined}"
+        self.store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        self.collectives = CollectiveLog()
+        self.collectives.install([self.ddp_group, self._control_group])
+        self._meeting = Meeting(self.store, self.rank, self.world_size, self.collectives, timeout_s)
+        self._new_group = dist.new_group
+        _set_new_group(self._meeting.checked_new_group(self._new_group))
 
     def leave(self) -> None:
         """Destroy the groups; only on the clean path, when every rank comes here (on a failure it can itself hang)."""
         Comm._live = None
+        self.collectives.remove()
+        _set_new_group(self._new_group)
         if self._owns_default_group:
             dist.destroy_process_group()
+            part()
 
     def agree(self, value: T, how: How) -> T:
         """The same value on every rank: ``any``/``all`` of booleans, ``min``/``max``/``sum`` of numbers. All ranks must
@@ -135,15 +159,47 @@ class Comm:
         """What some rank posted under ``key``, or None; waits for nobody."""
         return self.store.get(key).decode() if self.store.check([key]) else None
 
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
-        self.agree(0, "sum")
+    def clone_store(self, prefix: str) -> Store:
+        """A connection of its own to the store, for another thread: on this rank's it would wait behind the rank."""
+        return PrefixStore(f"safetrain/{prefix}", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+
+    def barrier(self, name: str = "", limit_s: float | None = None) -> None:
+        """Return when every rank has come to the barrier of this ``name``, within ``limit_s`` (default: the time limit
+        of collectives). It carries no value: for a decision that all ranks share, use ``agree``.
+
+        Raises:
+            RanksDiffer: on all ranks, when some came to a barrier of another name.
+            PeerFailed: naming the ranks that did not come.
+        """
+        self._meeting.barrier(name, limit_s)
+
+    def rank_zero(self, name: str, limit_s: float = 600.0) -> AbstractContextManager[bool]:
+        """A section for rank 0 alone; all ranks enter it, and the others wait at its end, on the store.
+
+            with comm.rank_zero("export", limit_s=600) as mine:
+                if mine:
+                    write(path)
+
+        Raises:
+            RankFailed, PeerFailed: the block raised on rank 0: on all ranks, with the line.
+            UsageError: the block issued a collective.
+        """
+        return self._meeting.rank_zero(name, limit_s)
+
+    def turn(self, name: str, whose: int) -> Callable[[], None]:
+        """Wait until rank ``whose`` has ended its turn, however long that takes; on that rank, what ends it."""
+        return self._meeting.turn(name, whose)
 
 
 def serve_store(timeout: timedelta) -> tuple[Store, int]:
     """A store for ranks of this machine, on a free port, served by this process; and its port."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     return store, store.port
+
+
+def _set_new_group(new_group: Any) -> None:
+    """Make it the one that user code calls, whichever way."""
+    dist.new_group = dist.distributed_c10d.new_group = new_group
 
 
 def is_communication_error(error: BaseException) -> bool:

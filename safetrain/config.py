@@ -87,6 +87,8 @@ class Launch:
     """Ranks; ``auto`` is one for each GPU, or two on a machine without."""
     timeout_s: float = 1800
     """Longest wait in a collective."""
+    join_timeout_s: float = 20
+    """Longest wait at the start for ranks that do not come."""
     grace_s: float = 3
     """Time that a rank has to end after SIGTERM, before SIGKILL."""
 
@@ -94,8 +96,39 @@ class Launch:
         check_types(self, "launch")
         if self.nproc_per_node != "auto":
             at_least(self, "launch", 1, "nproc_per_node")
-        more_than_zero(self, "launch", "timeout_s")
+        more_than_zero(self, "launch", "timeout_s", "join_timeout_s")
         at_least(self, "launch", 0, "grace_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watchdog:
+    """When a job that makes no progress is ended, with a verdict; see safetrain/watchdog.py."""
+
+    enabled: bool = True
+    stall_s: float = 60
+    """Longest time without progress; ten times the longest that was seen in the same phase, where that is more."""
+    first_step_stall_s: float = 600
+    """The same for a phase that this process has not been through yet: the first step may compile."""
+    poll_s: float = 0.25
+    """Time between two looks."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "watchdog")
+        more_than_zero(self, "watchdog", "stall_s", "first_step_stall_s", "poll_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What ranks compare so that they can't go on with different things; see safetrain/audit.py, collectives.py."""
+
+    every_steps: int = 1000
+    """Steps between two comparisons of parameters, buffers, optimizer state and learning rates; 0: never."""
+    collectives: bool = True
+    """Whether each vote compares the collectives that user code has issued."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "audit")
+        at_least(self, "audit", 0, "every_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +167,8 @@ class Config:
     policy: Policy
     observers: Mapping[str, Node | None] = field(default_factory=dict)
     launch: Launch = field(default_factory=Launch)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    audit: Audit = field(default_factory=Audit)
     env: Mapping[str, Any] = field(default_factory=dict)
     """Environment variables of the ranks."""
     seed: int = 0
@@ -146,6 +181,11 @@ class Config:
     def __post_init__(self) -> None:
         check_types(self, "")
         at_least(self, "", 0, "seed")
+        if self.watchdog.enabled and self.launch.timeout_s <= self.watchdog.stall_s:
+            raise ConfigError(
+                f"launch.timeout_s={self.launch.timeout_s} must be more than watchdog.stall_s={self.watchdog.stall_s}: "
+                "a collective would fail on a healthy rank before the watchdog has found the one at fault"
+            )
         for name in ("trainer", "model", "precision", "strategy"):
             _check_node(getattr(self, name), name)
         for name in ("train", "val"):

@@ -16,7 +16,7 @@ import torch
 
 from safetrain.ballot import Outcome
 from safetrain.comm import is_communication_error
-from safetrain.errors import SkipBatch, UsageError
+from safetrain.errors import PeerFailed, RankFailed, RanksDiffer, SkipBatch, UsageError
 from safetrain.failure import is_user_file
 
 _ALLOCATOR_TEXTS = ("DefaultCPUAllocator", "can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")
@@ -81,9 +81,10 @@ class Share:
         """Turn an exception of user code into an outcome, and free what its traceback holds (activations, for one).
 
         Raises:
-            Exception: ``error`` itself where it comes from a collective: a peer is gone.
+            Exception: ``error`` itself where the other ranks have it, too, or where it comes from a collective: a peer
+                is gone.
         """
-        if is_communication_error(error):
+        if isinstance(error, (RankFailed, PeerFailed, RanksDiffer)) or is_communication_error(error):
             raise error
         traceback.clear_frames(error.__traceback__)
         where = place_of(error)

@@ -7,6 +7,7 @@ SafetrainError
 ├── CommunicationError     a collective failed: a peer is gone, or the ballot came back damaged
 ├── RankFailed             this rank's user code failed; raised ``from`` the user's own exception
 ├── PeerFailed             another rank failed; this rank stopped at the same step
+├── RanksDiffer            the ranks did different things, or their replicas are not the same any more
 └── TrainingStopped        a policy's limit was reached; raised on all ranks at the same step
 
 SkipBatch                  raised by users: "leave this micro-batch out"
@@ -65,6 +66,15 @@ class PeerFailed(SafetrainError):
         """The error of a rank that stops because of others; ``reasons`` by rank."""
         text = "; ".join(_failed(rank, step, reason) for rank, reason in reasons.items())
         return cls(text, ranks=list(reasons), step=step)
+
+
+class RanksDiffer(SafetrainError):
+    """The ranks issued different collectives, came to different points, or hold different values. No rank is right:
+    as a rule it is raised on all of them."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(f"step {step}: {message}")
+        self.step = step
 
 
 class TrainingStopped(SafetrainError):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
 from safetrain.contain import Share
 from safetrain.data import Feed, Fetched
@@ -49,6 +50,7 @@ def evaluate(
             error=DataError("no validation batch on this rank: it can't take part in a forward that needs it")
         )
         while share.error is None and goes_on(fetched := feed.take()):
+            ACTIVITY.enter("validation")
             log.paused = fetched.empty
             last = last if fetched.empty else fetched
             try:
@@ -66,6 +68,7 @@ def evaluate(
     if share.error is not None and forward_communicates:
         # the others are inside this forward's collectives
         raise RankFailed.at(step, comm.rank, share.reason, "validation_step") from share.error
+    ACTIVITY.enter("vote")
     reasons = comm.gather(share.reason if share.error is not None else None)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if share.error is not None:

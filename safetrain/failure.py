@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import site
 import socket
 import sysconfig
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from safetrain.errors import PeerFailed, RankFailed
+from safetrain import causes
+from safetrain.errors import PeerFailed, RankFailed, RanksDiffer
+from safetrain.words import ranks_in_words
 
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = tuple(
@@ -45,6 +46,7 @@ class Failure:
         traceback: from the user's first frame on.
         time_ns: since the epoch, on the rank's own clock.
         victim: the rank was healthy; it ended because another one failed.
+        culprits: the ranks that failed, where a victim was told which.
     """
 
     rank: int
@@ -58,12 +60,15 @@ class Failure:
     traceback: str
     time_ns: int
     victim: bool
+    culprits: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, error: BaseException, rank: int, *, victim: bool) -> Self:
         """The record of ``error``, which ended ``rank`` just now."""
         failed = error if isinstance(error, RankFailed) else None
         root = error.__cause__ if failed and error.__cause__ else error
+        if root.__cause__ is not None and "DataLoader worker" in str(root.__cause__):
+            root = root.__cause__  # torch says the same again, without the signal
         return cls(
             rank=rank,
             host=socket.gethostname(),
@@ -76,6 +81,7 @@ class Failure:
             traceback=user_traceback(root),
             time_ns=time.time_ns(),
             victim=victim or isinstance(error, PeerFailed),
+            culprits=list(error.ranks) if isinstance(error, PeerFailed) else [],
         )
 
     def write(self, run_dir: Path) -> None:
@@ -89,11 +95,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a rank's process ended, as its parent saw it; ``code`` is negative for a signal."""
+    """How a rank's process ended, as its parent saw it.
+
+    Attributes:
+        code: negative for a signal; None where nobody knows any more.
+        last_seen: where the rank was shortly before, such as ``in training_step at step 5``; empty where not known.
+    """
 
     rank: int
     pid: int
-    code: int
+    code: int | None
+    last_seen: str = ""
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
@@ -123,23 +135,30 @@ def summary(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> str:
 
     ``exits`` are the ranks that ended by themselves, not by the launcher's hand after another one's failure.
     """
+    if (verdict := run_dir / "failure.json").exists():  # the watchdog ended the job: it has said all
+        return str(json.loads(verdict.read_text())["text"])
     failures = read_failures(run_dir)
     silent = _silent(failures, exits)
     culprit = first_failure(failures)
-    if culprit is None and not silent:  # nobody says why: the first to suffer is the best there is
+    witness = next((f for f in failures if f.culprits), None) if culprit is None else None
+    if culprit is None and witness is None and not silent:  # nobody says why: the first to suffer is the best there is
         culprit = min(failures, key=lambda f: f.time_ns, default=None)
-    if culprit is not None:
+    if witness is not None:
+        lines, told, logs = _tell_for(witness), list(witness.culprits), list(witness.culprits)
+    elif culprit is not None:
         others = [f for f in failures if f is not culprit and not f.victim]
         same = [f for f in others if (f.error, f.message) == (culprit.error, culprit.message)]
         lines = _tell(culprit, [f.rank for f in same])
         lines += [line for f in others if f not in same for line in _tell_briefly(f)]
         told, logs = sorted({culprit.rank, *(f.rank for f in others)}), [culprit.rank]
+        if culprit.error == RanksDiffer.__name__:
+            told = list(range(world_size))
     else:
         lines = [line for e in silent for line in _tell_exit(e, run_dir)] or ["Training failed; no rank says why."]
         told = logs = [e.rank for e in silent]
     victims = [rank for rank in range(world_size) if rank not in told]
     if victims and told:
-        lines.append(f"{_ranks(victims).capitalize()} did not fail: ended because {_ranks(told)} did.")
+        lines.append(f"{ranks_in_words(victims).capitalize()} did not fail: ended because {ranks_in_words(told)} did.")
     lines += [f"Log of rank {rank}: {_log_path(run_dir, rank)}" for rank in logs]
     return "\n".join(lines) + "\n"
 
@@ -189,13 +208,29 @@ def _place(error: BaseException) -> str:
 def _tell(failure: Failure, same: Sequence[int]) -> list[str]:
     when = "" if failure.step is None else f" at step {failure.step}"
     doing = f" in {failure.phase}" if failure.phase else ""
-    who = f"rank {failure.rank}" if not same else _ranks(sorted({failure.rank, *same}))
+    if failure.error == RanksDiffer.__name__:  # no rank failed; which of them is right, nobody knows
+        return [f"Training ended at {failure.message}", ""]
+    who = f"rank {failure.rank}" if not same else ranks_in_words(sorted({failure.rank, *same}))
     lines = [f"Training failed on {who}{when}{doing} ({failure.host}, process {failure.pid}).", ""]
     if failure.place:
         lines.append(f"  {failure.place}")
     lines += [f"  {failure.error}: {_headline(failure.message)}", ""]
-    lines += [f"Traceback of rank {failure.rank}, from your code on:", failure.traceback, ""]
+    if meaning := causes.of_error(failure.error, failure.message):
+        lines += [f"What it means: {meaning}", ""]
+    if failure.place:
+        lines += [f"Traceback of rank {failure.rank}, from your code on:", failure.traceback, ""]
+    else:
+        lines += ["None of your code was running; the traceback is in the log.", ""]
     return lines
+
+
+def _tell_for(witness: Failure) -> list[str]:
+    """A failure in the words of another rank: the culprit could not write its own record."""
+    lines = [f"Training failed: {witness.message}.", ""]
+    if meaning := causes.of_error("", witness.message):
+        lines += [f"What it means: {meaning}", ""]
+    who = ranks_in_words(witness.culprits).capitalize()
+    return [*lines, f"{who} could leave no record of its own; rank {witness.rank} was told.", ""]
 
 
 def _tell_briefly(failure: Failure) -> list[str]:
@@ -204,31 +239,20 @@ def _tell_briefly(failure: Failure) -> list[str]:
 
 
 def _tell_exit(ended: Exit, run_dir: Path) -> list[str]:
-    lines = [f"Training failed: rank {ended.rank} {_how(ended)}", ""]
+    lines = [f"Training failed: rank {ended.rank} (process {ended.pid}) {causes.of_exit(ended.code)}", ""]
+    if ended.last_seen:
+        lines += [f"A moment before it was {ended.last_seen}.", ""]
     log = _log_path(run_dir, ended.rank)
-    if log.exists() and (last := log.read_text(errors="replace").splitlines()[-_LOG_LINES:]):
-        lines += [f"The last lines of rank {ended.rank}'s log:", *(f"  {line}" for line in last), ""]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if crash := causes.crash_in(text):
+        lines += ["Where it crashed, innermost first:", *(f"  {line}" for line in crash), ""]
+    elif text:
+        lines += [
+            f"The last lines of rank {ended.rank}'s log:",
+            *(f"  {x}" for x in text.splitlines()[-_LOG_LINES:]),
+            "",
+        ]
     return lines
-
-
-def _how(ended: Exit) -> str:
-    process = f"(process {ended.pid})"
-    if ended.code == -signal.SIGKILL:
-        return (
-            f"{process} was killed by SIGKILL. As a rule the machine ran out of memory (`dmesg | grep -i kill` tells); "
-            "else a person or a scheduler ended it."
-        )
-    if ended.code < 0:
-        return (
-            f"{process} was ended by {signal.Signals(-ended.code).name}: a crash in native code, or a signal "
-            "from outside. Its log may hold a stack."
-        )
-    if ended.code == 0:
-        return f"{process} left with exit code 0 before the others were done: look for os._exit in your code."
-    return (
-        f"{process} left with exit code {ended.code} and without an exception: look for os._exit({ended.code}) "
-        "in your code, or for a library that ends the process."
-    )
 
 
 def _headline(message: str) -> str:
@@ -237,15 +261,6 @@ def _headline(message: str) -> str:
     if not lines:
         return "(no message)"
     return lines[-1].partition(": ")[2] or lines[-1] if _FILE_LINE.search(message) else lines[0]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 and 2``, ``ranks 0-3``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _record_path(run_dir: Path, rank: int) -> Path:

@@ -3,8 +3,6 @@
 The parent is never a rank. The agent runs each rank as a command of its own, around a store on a free port of this
 machine, so two jobs cannot collide; it never restarts a rank. A signal to the parent, the first failed rank, or the
 parent's own end (whatever its cause) ends all ranks: SIGTERM, ``grace_s``, SIGKILL.
-
-Where torchrun or another launcher has started the ranks, ``Handover`` carries rank 0's config to the others.
 """
 
 from __future__ import annotations
@@ -13,23 +11,21 @@ import logging
 import os
 import signal
 import sys
+import threading
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.distributed.rendezvous import rendezvous
 
 from safetrain.comm import launcher_place
 from safetrain.config import Config
@@ -37,14 +33,14 @@ from safetrain.environ import environment
 from safetrain.errors import ConfigError, UsageError
 from safetrain.failure import Exit
 from safetrain.rank import PARENT_PID
+from safetrain.rank_log import say
+from safetrain.whereabouts import Whereabouts
 
 _HERE = "127.0.0.1"
 _RANKS_WITHOUT_GPU = 2
 _POLL_S = 0.1  # how late the agent may notice that a rank ended
+_KILL_LIMIT_S = 5.0  # from SIGKILL to the end of a process
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_HANDOVER_LIMIT = timedelta(minutes=5)
-_END_LIMIT = timedelta(seconds=5)
-_END = "end "
 
 
 class Interrupted(Exception):
@@ -103,7 +99,7 @@ def launch(config_file: Path, ranks: int, *, grace_s: float, env: Mapping[str, s
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # signals are handled here
     }
     parameters = RendezvousParameters("c10d", f"{_HERE}:0", uuid.uuid4().hex, 1, 1, local_addr=_HERE, is_host=True)
-    with environment({**own, **env}), _signals_end_the_job():
+    with Whereabouts.open() as seen, environment({**own, **seen.environment, **env}), _signals_end_the_job():
         handler = get_rendezvous_handler(parameters)
         spec = WorkerSpec(
             role="rank",
@@ -115,11 +111,12 @@ def launch(config_file: Path, ranks: int, *, grace_s: float, env: Mapping[str, s
             monitor_interval=_POLL_S,
             local_addr=_HERE,
         )
-        agent = _Agent(spec, grace_s)
-        try:
-            state = agent.run().state
-        finally:
-            handler.shutdown()
+        agent = _Agent(spec, grace_s, seen)
+        with _stacks_on_request(agent, seen):
+            try:
+                state = agent.run().state
+            finally:
+                handler.shutdown()
     return Ended(state is WorkerState.SUCCEEDED, agent.exits)
 
 
@@ -129,10 +126,14 @@ class _Agent(LocalElasticAgent):
     Left alone it gives ranks that ignore SIGTERM 30 s when another one has failed, whatever it was told.
     """
 
-    def __init__(self, spec: WorkerSpec, grace_s: float) -> None:
+    def __init__(self, spec: WorkerSpec, grace_s: float, seen: Whereabouts) -> None:
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=os.devnull))
         self.exits: list[Exit] = []
-        self._grace_s = grace_s
+        self._grace_s, self._seen = grace_s, seen
+
+    def pids(self) -> list[int]:
+        """The ranks' processes, by local rank; empty until they are started."""
+        return [] if self._pcontext is None else [pid for _, pid in sorted(self._pcontext.pids().items())]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
@@ -143,11 +144,24 @@ class _Agent(LocalElasticAgent):
         def close(death_sig: signal.Signals | None = None, timeout: float = 0) -> None:
             if not self.exits:
                 codes = {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
-                self.exits = [Exit(rank, pids[rank], code) for rank, code in codes.items() if code is not None]
-            end_ranks(signal.SIGTERM, self._grace_s)  # type: ignore[arg-type]  # torch adds it to a float
+                self.exits = [
+                    Exit(rank, pids[rank], code, self._seen.last_seen(rank))
+                    for rank, code in codes.items()
+                    if code is not None
+                ]
+            self._within_limit(lambda: end_ranks(signal.SIGTERM, self._grace_s), context)  # type: ignore[arg-type]
 
         context.close = close  # type: ignore[method-assign]  # the only place before the first SIGTERM
         return pids
+
+    def _within_limit(self, end_ranks: Callable[[], None], context: SubprocessContext) -> None:
+        """Left alone, torch waits for ever for a process that not even SIGKILL ends."""
+        ending = threading.Thread(target=end_ranks, name="safetrain-end-ranks", daemon=True)
+        ending.start()
+        ending.join(self._grace_s + _KILL_LIMIT_S)
+        if ending.is_alive():
+            left = [handler.proc.pid for handler in context.subprocess_handlers.values() if handler.proc.poll() is None]
+            say(f"Processes that SIGKILL does not end (they wait in the kernel, for a disk or a device): {left}")
 
 
 def _silence_agent() -> None:
@@ -156,6 +170,20 @@ def _silence_agent() -> None:
     logger.propagate = False
     if not logger.handlers:
         logger.addHandler(logging.NullHandler())
+
+
+@contextmanager
+def _stacks_on_request(agent: _Agent, seen: Whereabouts) -> Iterator[None]:
+    """``kill -USR1`` of this process prints where every rank is, and stops nothing."""
+
+    def tell(_number: int, _frame: FrameType | None) -> None:
+        say(seen.tell(agent.pids()) or "The ranks are being started.")
+
+    before = signal.signal(signal.SIGUSR1, tell)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 @contextmanager
@@ -199,51 +227,3 @@ def has_launcher() -> bool:
                 "ranks of its own. Start one task, or let each task run torchrun."
             )
     return False
-
-
-class Handover:
-    """Carries rank 0's text to the ranks that another launcher started.
-
-    Raises:
-        UsageError: two processes have the same rank, or they do not find each other.
-    """
-
-    def __init__(self) -> None:
-        self.rank, self._world_size, *_ = launcher_place()
-        try:
-            self._store, *_ = next(rendezvous("env://", timeout=_HANDOVER_LIMIT))
-        except dist.DistError as error:
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise UsageError(f"rank {self.rank} found no store of all ranks at {address}: {error}") from error
-        self._prefix = f"safetrain/handover/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        if self._store.add(f"{self._prefix}/rank_{self.rank}", 1) > 1:
-            raise UsageError(
-                f"two processes have RANK={self.rank}: a program that a launcher had started has started ranks itself "
-                "(spawn inside torchrun, or ranks set by hand). Use one launcher."
-            )
-
-    def give(self, text: str) -> None:
-        """Rank 0 calls it, once, or ``end``."""
-        self._store.set(f"{self._prefix}/text", text)
-
-    def end(self, exit_code: int) -> None:
-        """Rank 0 calls it before it leaves: there is nothing to do for any rank."""
-        self._store.set(f"{self._prefix}/text", f"{_END}{exit_code}")
-        with suppress(dist.DistError):  # the store may be rank 0's own: stay until they have read it, if they are there
-            self._store.wait([f"{self._prefix}/taken_{rank}" for rank in range(1, self._world_size)], _END_LIMIT)
-
-    def take(self) -> str:
-        """What rank 0 gave; the other ranks call it.
-
-        Raises:
-            SystemExit: rank 0 called ``end``.
-            UsageError: rank 0 is gone, or gave nothing in time.
-        """
-        try:
-            text = self._store.get(f"{self._prefix}/text").decode()
-            self._store.set(f"{self._prefix}/taken_{self.rank}", "")
-        except dist.DistError as error:
-            raise UsageError(f"rank 0 gave no config: it is gone, or took over {_HANDOVER_LIMIT}. {error}") from error
-        if text.startswith(_END):
-            raise SystemExit(int(text.removeprefix(_END)))
-        return text

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Vote, fingerprint
 from safetrain.comm import Comm
 from safetrain.contain import Loss, Share
 from safetrain.data import Feed
-from safetrain.errors import RankFailed, UsageError
+from safetrain.errors import RankFailed, RanksDiffer, UsageError
 from safetrain.metrics import MetricLog
 from safetrain.policies import Policies
 from safetrain.precision import Precision
@@ -76,6 +77,7 @@ class Parts:
         """This rank's vote; a failure's words are left in the store, where the others find them after the vote."""
         if share.outcome is Outcome.FAILED:
             self.comm.post(f"failure/{step}/{self.comm.rank}", share.reason)
+        ACTIVITY.enter("data")
         return Vote(
             step=step,
             applied_steps=applied_steps,
@@ -84,8 +86,19 @@ class Parts:
             # between backward and the vote: the order of a plain loop, and hidden behind the buckets that are under way
             more_data=self.feed.look_ahead(),
             stop=self.user.stop_wanted(),
+            collectives=self.comm.collectives.close(),
             log_keys=fingerprint([*self.user.log().signature(), *(name for name, _, _ in share.losses)]),
         )
+
+    def compare_collectives(self, step: int) -> None:
+        """Find out why the ranks' fingerprints differ; all ranks are here.
+
+        Raises:
+            RanksDiffer: on all ranks; with both sides' call sites.
+        """
+        collectives = self.comm.collectives
+        if difference := collectives.judge(self.comm.gather(collectives.voted())):
+            raise RanksDiffer(difference, step=step)
 
     def failed(self, step: int, reason: str, phase: str) -> RankFailed:
         """The error that says this rank failed."""

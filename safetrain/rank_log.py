@@ -52,6 +52,14 @@ def terminal() -> TextIO:
     return sys.stderr if _live is None else _live.terminal
 
 
+def flush() -> None:
+    """Return when what this process has printed is where it goes."""
+    if _live is None:
+        _flush_standard_streams()
+    else:
+        _live.flush()
+
+
 def set_progress_bar(step_aside: Callable[[], AbstractContextManager[None]] | None) -> None:
     """Tell how the progress bar on the terminal makes room for a line above it; None when there is no bar any more."""
     global _step_aside

@@ -5,13 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
+from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
 from safetrain.metrics import MetricLog
 from safetrain.observer import Event, Observer, RunInfo
 from safetrain.window import WindowResult
+
+if TYPE_CHECKING:
+    from safetrain.data import Feed
+    from safetrain.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,24 @@ class Result:
     def skipped_steps(self) -> int:
         """Windows that no rank stepped on."""
         return self.step - self.applied_steps
+
+
+def describe_run(trainer: Trainer, feed: Feed) -> RunInfo:
+    """What observers are told at the start."""
+    batches = feed.batches_per_epoch
+    return RunInfo(
+        rank=trainer.comm.rank,
+        world_size=trainer.comm.world_size,
+        run_dir=trainer.run_dir,
+        name=trainer.name,
+        epochs=trainer.loop.epochs,
+        steps_per_epoch=None if batches is None else -(-batches // trainer.loop.accumulate),
+        max_steps=trainer.loop.max_steps,
+        start_step=trainer.step,
+        config_text=trainer.config_text,
+        device=str(trainer.comm.device),
+        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+    )
 
 
 class Reporter:
@@ -50,6 +74,7 @@ class Reporter:
 
     def window(self, step: int, epoch: int, result: WindowResult, log: MetricLog) -> None:
         """One window is done; ``step`` counts it. All ranks call it alike."""
+        ACTIVITY.enter("log")
         self._weight += result.weight
         if result.applied:
             for name, value, weight in result.losses:
@@ -84,9 +109,11 @@ class Reporter:
         return metrics
 
     def validation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        ACTIVITY.enter("log")
         self._tell(Event("validation", step, epoch, metrics))
 
     def end(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        ACTIVITY.enter("log")
         self._tell(Event("end", step, epoch, metrics))
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from safetrain.lifetime import die_with_parent
 from safetrain.sampling import Place, Work
 from safetrain.seeding import OwnRandom, derive_seed, seed_generators
+from safetrain.stacks import answer_signals
 
 
 class MapShare(Dataset[Any]):
@@ -117,6 +118,7 @@ class _Stream(Iterator[Any]):
 def start_worker(users_own: Callable[[int], None] | None, worker: int) -> None:
     """First thing in a loader worker: tie its life to the rank's, then call the user's ``worker_init_fn``."""
     die_with_parent()
+    answer_signals()
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.source)  # the user's code looks here for its own dataset
     if users_own is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Tally
 from safetrain.contain import OWN_BACKWARD, Loss, Share, place_of, run_training_step
 from safetrain.data import Fetched
@@ -25,7 +26,9 @@ class TrainThenVote:
         parts = self._parts
         parts.reduction.open_window()
         for index in range(parts.accumulate):
+            ACTIVITY.enter("data")
             fetched, losses = parts.feed.take(), []
+            ACTIVITY.enter("training_step")
             parts.reduction.forward(
                 lambda: losses.extend(self._forward(fetched, share)),  # noqa: B023  # runs before the next turn
                 first=index == 0,
@@ -35,10 +38,13 @@ class TrainThenVote:
                 parts.reduction.drop_gradients()  # DDP did not see them come: all are still to be completed
                 share.note(Outcome.FAILED, OWN_BACKWARD, "training_step", UsageError(OWN_BACKWARD))
                 losses.clear()
+            ACTIVITY.enter("backward")
             for loss in losses:
                 self._backward(loss, share, phase)
         self._check_unused(step, share, phase)
-        return parts.reduction.complete(parts.vote(step, applied_steps, share))
+        vote = parts.vote(step, applied_steps, share)
+        ACTIVITY.enter("vote")
+        return parts.reduction.complete(vote)
 
     def _forward(self, fetched: Fetched, share: Share) -> list[Loss]:
         """The loss of one micro-batch, or nothing. Never raises for user code."""

@@ -13,23 +13,26 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from safetrain.activity import ACTIVITY
+from safetrain.audit import ReplicaAudit
 from safetrain.batches import count_samples
 from safetrain.build import build_optimizers, build_schedulers, check_optimizers
 from safetrain.comm import Comm, How
-from safetrain.config import Loader, Loop
+from safetrain.config import Audit, Loader, Loop, Watchdog
 from safetrain.contain import Loss
 from safetrain.data import Feed, build_loader
 from safetrain.errors import DataError, UsageError
 from safetrain.evaluation import evaluate
 from safetrain.metrics import MetricLog
-from safetrain.observer import Observer, RunInfo
+from safetrain.observer import Observer
 from safetrain.parts import Parts, UserCode
 from safetrain.policies import Policies
 from safetrain.precision import FP32, Clip, Precision
 from safetrain.reduction import Reduction
-from safetrain.report import Reporter, Result
+from safetrain.report import Reporter, Result, describe_run
 from safetrain.seeding import seed_process
 from safetrain.strategy import DDPStrategy
+from safetrain.watchdog import watch
 from safetrain.window import Window
 
 T = TypeVar("T")
@@ -44,7 +47,7 @@ class Trainer:
         optimizer: called with the parameters, returns an Optimizer (``functools.partial(torch.optim.SGD, lr=0.1)``);
             or a mapping from the name of a submodule to such a callable: several optimizers.
         scheduler: called with an optimizer; or a mapping by optimizer name. Stepped once per real optimizer step.
-        loop, loader, precision, strategy, policies: how to train; the defaults are safe.
+        loop, loader, precision, strategy, policies, watchdog, audit: how to train; the defaults are safe.
         observers: are told what happens (progress bar, TensorBoard, ...).
     """
 
@@ -57,6 +60,7 @@ class Trainer:
     model: nn.Module
     _reduction: Reduction
     _reporter: Reporter
+    _replicas: ReplicaAudit
     _val_feed: Feed | None
     optimizers: dict[str, Optimizer]
     schedulers: dict[str, LRScheduler]
@@ -78,6 +82,8 @@ class Trainer:
         precision: Precision | None = None,
         strategy: DDPStrategy | None = None,
         policies: Policies | None = None,
+        watchdog: Watchdog | None = None,
+        audit: Audit | None = None,
         observers: Sequence[Observer] = (),
         seed: int = 0,
         device: str = "auto",
@@ -94,6 +100,7 @@ class Trainer:
         self.loop, self.loader = loop or Loop(), loader or Loader()
         self.precision, self.strategy = precision or FP32(), strategy or DDPStrategy()
         self.policies, self.observers = policies or Policies(), tuple(observers)
+        self.watchdog, self.audit = watchdog or Watchdog(), audit or Audit()
         self.seed, self.device, self.run_dir, self.name = seed, device, run_dir, name or type(self).__name__
         self.config_text = config_text
         self.metrics: dict[str, float] = {}
@@ -149,6 +156,10 @@ class Trainer:
         """The same value on every rank (see ``Comm.agree``). Every rank must call it."""
         return self.comm.agree(value, how)
 
+    def rank_zero(self, name: str, limit_s: float = 600.0) -> contextlib.AbstractContextManager[bool]:
+        """A section for rank 0 alone, while the others wait (see ``Comm.rank_zero``). Every rank must enter it."""
+        return self.comm.rank_zero(name, limit_s)
+
     def stop(self) -> None:
         """Ask all ranks to stop; any rank may call it, at any time: they stop together after the same step."""
         self._stop_wanted = True
@@ -160,6 +171,7 @@ class Trainer:
 
         Raises:
             RankFailed, PeerFailed: user code failed on this rank, on another; all stopped at the same step.
+            RanksDiffer: the ranks issued different collectives, or their replicas drifted apart.
             TrainingStopped: a policy's limit was reached.
             UsageError, DataError: found before the first step.
         """
@@ -167,12 +179,14 @@ class Trainer:
             window = self._build()
             with contextlib.closing(self._reporter):
                 while self.epoch < self.loop.epochs and not self._finished():
+                    ACTIVITY.enter("epoch_start")
                     self.on_epoch_start()
                     self._train_epoch(window)
                     if self._val_feed is not None and (self.epoch + 1) % self.loop.validate_every_epochs == 0:
                         self.metrics |= self.validate()
                     self.epoch += 1
                 window.finish(self.step)
+                self._replicas.run(self.step)
                 self._reduction.share_buffers()
                 result = Result(self.step, self.epoch, window.applied_steps, dict(self.metrics))
                 self._reporter.end(self.step, self.epoch, result.metrics)
@@ -190,6 +204,7 @@ class Trainer:
             epoch_ends, self._stopped = result.epoch_ends, result.stop
             if result.applied or result.dropped:
                 self.step += 1
+                self._replicas.window(self.step)
                 self._reporter.window(self.step, self.epoch, result, self._log)
         if dropped_late := window.settle():
             self._reporter.skipped(self.step - 1, self.epoch, dropped_late)
@@ -203,6 +218,7 @@ class Trainer:
         """Metrics over all validation samples of all ranks, each counted once. Every rank calls it."""
         if self._val_feed is None:
             raise UsageError("validate() needs validation data: give val_data, or override build_val_data")
+        ACTIVITY.enter("validation_start")
         self._reduction.share_buffers()
         train_log, self._log = self._log, MetricLog()
         try:
@@ -222,13 +238,16 @@ class Trainer:
         """Join the ranks if nobody has; leave only then, and only on the clean path."""
         joined_here = Comm.live() is None
         self.comm = Comm.join(self.device)
-        yield
+        with watch(self.comm, self.watchdog, self.run_dir):
+            yield
         if joined_here:
             self.comm.leave()
 
     def _build(self) -> Window:
         """Everything a run is made of, in the order in which one needs the other."""
+        ACTIVITY.restart("build")
         comm, options = self.comm, self.loader
+        comm.collectives.compares = self.audit.collectives
         self.step, self.epoch, self._stopped, self._stop_wanted = 0, 0, False, False
         self.metrics, self._log = {}, MetricLog()
         torch.manual_seed(self.seed)  # the same initial weights on every rank
@@ -244,11 +263,13 @@ class Trainer:
             None if val_data is None else Feed(build_loader(val_data, options, train=False, **place), comm.device)
         )
         self._reporter = Reporter(self.observers, comm, self.optimizers, self.loop.log_every_steps)
-        run = self._describe(feed)
+        run = describe_run(self, feed)
         self._reporter.start(run)
         self.total_steps = comm.agree(run.total_steps or 0, "max") or None
         self.schedulers = self.build_schedulers()
         seed_process(self.seed, comm.rank)
+        self._replicas = ReplicaAudit(self.model, self.optimizers, self.precision, comm, self.audit.every_steps)
+        self._replicas.run(self.step)
         parts = Parts(
             comm=comm,
             reduction=self._reduction,
@@ -267,22 +288,6 @@ class Trainer:
             nominal_weight=self.loop.nominal_weight or feed.batch_size or 1,
         )
         return Window(parts, self.schedulers, Clip(self.loop.clip_norm, self.loop.clip_value))
-
-    def _describe(self, feed: Feed) -> RunInfo:
-        batches = feed.batches_per_epoch
-        return RunInfo(
-            rank=self.comm.rank,
-            world_size=self.comm.world_size,
-            run_dir=self.run_dir,
-            name=self.name,
-            epochs=self.loop.epochs,
-            steps_per_epoch=None if batches is None else -(-batches // self.loop.accumulate),
-            max_steps=self.loop.max_steps,
-            start_step=self.step,
-            config_text=self.config_text,
-            device=str(self.comm.device),
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
-        )
 
     def _need(self, what: str, given: Any) -> Any:
         if given is None:

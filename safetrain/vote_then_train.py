@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Tally
 from safetrain.contain import OWN_BACKWARD, Loss, Share, place_of
 from safetrain.data import Fetched
@@ -28,13 +29,16 @@ class VoteThenTrain:
         """Vote on the window's batches, run them unless the vote drops them, and return the vote."""
         parts = self._parts
         parts.reduction.open_window()
+        ACTIVITY.enter("data")
         batches = [parts.feed.take() for _ in range(parts.accumulate)]
         weights = [self._accepted_weight(fetched, share) for fetched in batches]
         share.weight = sum(weights)
         if share.weight == 0 and self._spare_batch is None:
             reason = "no data for its first window: it has nothing to take part in the forward with"
             share.note(Outcome.FAILED, reason, "the data set", UsageError(reason))
-        tally = parts.reduction.vote_first(parts.vote(step, applied_steps, share))
+        vote = parts.vote(step, applied_steps, share)
+        ACTIVITY.enter("vote")
+        tally = parts.reduction.vote_first(vote)
         if tally.fell_apart or tally.weight == 0 or parts.policies.drops(tally):
             return tally
         self._spare_batch = next(
@@ -43,6 +47,7 @@ class VoteThenTrain:
         for index, (fetched, weight) in enumerate(zip(batches, weights, strict=True)):
             self._micro_batch(step, fetched.batch if weight else self._spare_batch, weight, share, phase, index)
         parts.reduction.unused()
+        ACTIVITY.enter("vote")
         return parts.reduction.finish_voted(tally)
 
     def _accepted_weight(self, fetched: Fetched, share: Share) -> int:
@@ -67,6 +72,7 @@ class VoteThenTrain:
 
     def _micro_batch(self, step: int, batch: Any, weight: int, share: Share, phase: str | None, index: int) -> None:
         parts = self._parts
+        ACTIVITY.enter("training_step")
         parts.user.log().paused = not weight  # a batch that is repeated must not count twice in what the user logs
         value = parts.reduction.forward(
             lambda: self._must_succeed(step, batch, weight),
@@ -77,6 +83,7 @@ class VoteThenTrain:
         if index == 0 and parts.reduction.holds_gradients():
             raise parts.failed(step, OWN_BACKWARD, "training_step")
         loss = Loss(value, weight)
+        ACTIVITY.enter("backward")
         parts.backward(loss, phase)
         if weight:
             share.log(loss)

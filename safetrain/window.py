@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Tally, Vote
 from safetrain.build import check_optimizers
 from safetrain.contain import Share
@@ -64,13 +65,19 @@ class Window:
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Start the data of an epoch; new modules in the model are noticed here."""
+        ACTIVITY.epoch = epoch
+        ACTIVITY.enter("data")
         self._parts.feed.begin_epoch(epoch)
         self._check_same_order(epoch)
         self._follow_layout(step, walk=True)
 
     def finish(self, step: int) -> None:
         """After the last step: no vote will tell any more whether all ranks took it."""
-        steps = self._parts.comm.gather(self.applied_steps)
+        ACTIVITY.enter("vote")
+        comm = self._parts.comm
+        steps, shares = zip(*comm.gather((self.applied_steps, comm.collectives.close())), strict=True)
+        if sum(shares) % (1 << 32):
+            self._parts.compare_collectives(step)
         if len(set(steps)) > 1:
             raise self._steps_differ(step)
 
@@ -96,12 +103,15 @@ class Window:
         Raises:
             RankFailed, PeerFailed: user code failed on this rank, on another.
             TrainingStopped: a policy's limit is reached.
-            CommunicationError: the ranks no longer do the same.
+            RanksDiffer: they issued different collectives.
+            CommunicationError: they are not at the same step.
         """
+        ACTIVITY.step = step
         self._follow_layout(step)
         share = Share()
         tally = self._order.collect(step, self.applied_steps, share, phase)
         self._check_together(step, share, tally)
+        ACTIVITY.enter("optimizer")
         dropped_late = self.settle()
         dropped, grad_norm = self._apply_or_drop(step, share, tally, phase)
         return WindowResult(
@@ -183,6 +193,8 @@ class Window:
         """All ranks are at the same step, took the same optimizer steps, and none has failed."""
         if tally.fell_apart:
             self._leave(step, share)
+        if not tally.same_collectives:
+            self._parts.compare_collectives(step)
         if not tally.same_step:
             raise CommunicationError(
                 f"rank {self._parts.comm.rank} is at step {step}, and the other ranks are not all there"

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,16 +19,20 @@ from typing import Any, NoReturn
 import hydra.utils
 from hydra.errors import InstantiationException
 
+from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm, is_communication_error, launcher_place
 from safetrain.config import Config
 from safetrain.errors import PeerFailed
 from safetrain.failure import Failure, await_records, summary
+from safetrain.injection import Fault, inject
+from safetrain.peers import gone_ranks
 from safetrain.rank_log import RankLog, fresh_line, redirect_output
 from safetrain.report import Result
 from safetrain.seeding import seed_generators
 from safetrain.trainer import Trainer
+from safetrain.watchdog import watch
 
-_RECORD_LIMIT_S = 2.0  # a victim's longest wait for the culprit's record: writing one takes milliseconds
+_RECORD_LIMIT_S = 1.0  # a victim's longest wait for the culprit's record: writing one takes milliseconds
 
 
 def main(config_file: str) -> None:
@@ -44,8 +49,13 @@ def run(config: Config, *, tells: bool) -> None:
     log = redirect_output(Path(config.run_dir), rank)
     faulthandler.enable()
     try:
-        comm = Comm.join(config.device, config.launch.timeout_s)
-        result = build(config).fit()
+        comm = Comm.join(config.device, config.launch.timeout_s, config.launch.join_timeout_s)
+        ACTIVITY.restart("build")
+        with watch(comm, config.watchdog, Path(config.run_dir), tells=tells):
+            trainer = build(config)
+            if (fault := Fault.from_environment()) is not None:  # python -m safetrain.chaos
+                inject(fault, trainer, comm.rank, comm.world_size)
+            result = trainer.fit()
         if comm.rank == 0:
             _write_result(config, result)
         comm.leave()
@@ -67,7 +77,9 @@ def blueprint(config: Config) -> dict[str, Any]:
         "loader": {"_target_": "safetrain.config.Loader", **asdict(config.loader)},
         "precision": config.precision,
         "strategy": config.strategy,
+        "audit": {"_target_": "safetrain.config.Audit", **asdict(config.audit)},
         "policies": {"_target_": "safetrain.policies.Policies", **asdict(config.policy)},
+        "watchdog": {"_target_": "safetrain.config.Watchdog", **asdict(config.watchdog)},
         "observers": [node for node in config.observers.values() if node is not None],
         "seed": config.seed,
         "device": config.device,
@@ -109,6 +121,15 @@ def _write_result(config: Config, result: Result) -> None:
 
 
 def _fail(error: BaseException, run_dir: Path, rank: int, world_size: int, log: RankLog, tells: bool) -> NoReturn:
+    try:
+        _tell(error, run_dir, rank, world_size, log, tells)
+    except OSError as obstacle:  # no disk space, no more files: what can be said without them
+        os.write(2, f"rank {rank} could not write its record ({obstacle}): {type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(1)
+
+
+def _tell(error: BaseException, run_dir: Path, rank: int, world_size: int, log: RankLog, tells: bool) -> None:
     cause = error.__cause__ or error
     failure = Failure.of(error, rank, victim=is_communication_error(error) or is_communication_error(cause))
     failure.write(run_dir)
@@ -118,9 +139,18 @@ def _fail(error: BaseException, run_dir: Path, rank: int, world_size: int, log: 
     with log.path.open("a") as file:
         file.write(f"{failure.traceback}\n")
     if tells:
-        text = summary(run_dir, world_size) if not failure.victim else f"[rank {rank}] ended: {failure.message}\n"
+        text = _story(failure, run_dir, world_size)
         log.terminal.write(fresh_line(log.terminal) + text)
         log.terminal.flush()
-        if not failure.victim:
-            (run_dir / "failure.txt").write_text(text)
-    os._exit(1)
+
+
+def _story(failure: Failure, run_dir: Path, world_size: int) -> str:
+    """What a rank prints that no launcher of ours speaks for: the whole story once, one line on the other ranks."""
+    ended = [] if not failure.victim or failure.culprits else gone_ranks()
+    tells_all = not failure.victim or ended
+    text = summary(run_dir, world_size, ended)
+    if tells_all:
+        with suppress(FileExistsError), (run_dir / "failure.txt").open("x") as file:
+            file.write(text)
+            return text
+    return f"[rank {failure.rank}] ended: {failure.message.partition(chr(10))[0]}\n"

@@ -61,6 +61,7 @@ def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(
         ({"optimizer": {"generator": NODE, "critic": {"lr": 1}}}, "optimizer.critic={'lr': 1}: must be a mapping with"),
         ({"observers": {"bar": "yes"}}, "observers.bar='yes': must be a mapping with a _target_"),
         ({"policy": {"skip": NODE}}, "policy.uneven is missing"),
+        ({"launch": {"timeout_s": 30}}, "launch.timeout_s=30 must be more than watchdog.stall_s=60: a collective"),
         ({"vars": {"flags": [{True: 1}]}}, "vars.flags[0].True: a key must be text, not true or false. YAML reads on,"),
     ],
 )

@@ -1,0 +1,40 @@
+"""Which other ranks of this machine are gone, and how they ended: for a rank that no launcher of ours speaks for.
+
+Another launcher, such as torchrun, tells an exit code at best, in a report of its own, and ends all ranks 0.1 s later.
+Until it has read that code the kernel keeps it for everybody to see.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+from safetrain.failure import Exit
+from safetrain.joining import known_places
+from safetrain.stacks import state_of
+
+_EXIT_CODE = 49  # in /proc/<pid>/stat, counted after the name of the command
+_ENDED = ("", "Z", "X")  # the kernel's letters
+_LIMIT_S = 0.05  # a process closes its connections a moment before it is gone
+
+
+def gone_ranks() -> list[Exit]:
+    """The ranks that have ended; call it when a connection to some rank has broken."""
+    here = [place for place in known_places() if place.host == socket.gethostname() and place.pid != os.getpid()]
+    deadline = time.monotonic() + _LIMIT_S
+    while True:
+        ends = [Exit(place.rank, place.pid, _exit_code(place.pid)) for place in here if state_of(place.pid) in _ENDED]
+        if ends or time.monotonic() > deadline:
+            return ends
+        time.sleep(0.002)
+
+
+def _exit_code(pid: int) -> int | None:
+    """Negative for a signal; None where its parent has read it already."""
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return os.waitstatus_to_exitcode(int(facts[_EXIT_CODE]))

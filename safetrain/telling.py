@@ -1,0 +1,93 @@
+"""One rank, or several that do the same, in words: where they are, and what they wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from safetrain.flight_recorder import Collective
+from safetrain.standstill import remedy_for
+from safetrain.testimony import Testimony
+from safetrain.words import ranks_in_words
+
+_GROUPS = {
+    "default_pg": "the default group",
+    "safetrain_ddp": "the gradients",
+    "safetrain_control": "safetrain's own agreement",
+}
+_NUMBERS = {"Float": "floats", "Double": "doubles", "Long": "int64 numbers", "Half": "fp16 numbers"}
+_DOING = {
+    "data": "fetching data",
+    "build": "building",
+    "log": "logging",
+    "epoch_start": "in on_epoch_start",
+    "vote": "in the vote",
+    "optimizer": "in the optimizer step",
+}
+
+
+def alike(ranks: Sequence[Testimony]) -> list[list[Testimony]]:
+    """The ranks in groups of those that do the same."""
+    groups: dict[object, list[Testimony]] = {}
+    for one in ranks:
+        groups.setdefault(situation(one), []).append(one)
+    return list(groups.values())
+
+
+def situation(one: Testimony) -> tuple[object, ...]:
+    """Equal for ranks that are at the same place."""
+    call = one.pending if one.state == "waiting" else None
+    at = None if call is None else (call.group, call.number, call.op, call.shapes)
+    return one.state, one.step, one.phase, at, one.user_frame, one.process_state
+
+
+def tell(group: Sequence[Testimony]) -> str:
+    """A sentence about ranks that do the same."""
+    one, who = group[0], names(group).capitalize()
+    if one.state == "left":
+        return f"{who} left fit()."
+    if one.state == "waiting":
+        last = f", after {one.calls[-1]}" if one.calls and one.user_frame is None else ""
+        return f"{who} {verb(group, 'waits', 'wait')} in {wait_in_words(one)}{called(one)} {when(one)}{last}."
+    doing = "" if one.state in ("moving", "paused") else f"{remedy_for(one).state} "
+    at = f", at {one.user_frame}" if one.user_frame else ""
+    return f"{who} {verb(group, 'is', 'are')} {doing}{when(one)}, for {one.seconds:.0f} s{at}."
+
+
+def names(group: Sequence[Testimony]) -> str:
+    """``ranks 0 and 2``."""
+    return ranks_in_words([one.rank for one in group])
+
+
+def verb(group: Sequence[object], singular: str, plural: str) -> str:
+    return singular if len(group) == 1 else plural
+
+
+def called(one: Testimony) -> str:
+    return f" (called at {one.user_frame})" if one.user_frame else ""
+
+
+def when(one: Testimony) -> str:
+    """``in training_step at step 5``."""
+    step = "" if one.phase in ("start", "build", "done") else f" at step {one.step}"
+    if not one.phase or ":" in one.phase:  # not known, or a meeting: it is told by its name
+        return step.strip()
+    return f"{_DOING.get(one.phase, f'in {one.phase}')}{step}"
+
+
+def wait_in_words(one: Testimony) -> str:
+    """What a waiting rank waits in: ``all_reduce of 72 floats (the gradients)``, ``barrier('saved')``."""
+    meeting, _, name = one.phase.partition(":")
+    if name:
+        return f"{meeting}({name!r})"
+    return "a wait for other ranks" if one.pending is None else call_in_words(one.pending)
+
+
+def call_in_words(call: Collective) -> str:
+    """``all_reduce of 72 floats (the gradients)``."""
+    about = _GROUPS.get(call.about, f"group {call.about if call.about not in ('', 'undefined') else call.group}")
+    kind = _NUMBERS.get(call.dtype, f"{call.dtype.lower()} numbers")
+    sizes = ["x".join(map(str, shape)) or "1" for shape in call.shapes]
+    if not sizes or call.op == "barrier":
+        return f"{call.op} ({about})"
+    amount = sizes[0] if len(sizes) == 1 else f"{len(sizes)} tensors of {' and '.join(sizes[:3])}"
+    return f"{call.op} of {amount} {kind} ({about})"

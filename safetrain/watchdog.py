@@ -1,0 +1,222 @@
+"""Idea 5, watch: a thread beside the loop, outside all collectives, that does not let a job stand still without a word.
+
+A rank without progress for longer than its phase may take opens an inquiry on the board. Every rank's watchdog then
+says at once where its rank is; one of them, the judge, waits a moment for all, takes silence for evidence, and answers:
+carry on, or the verdict (verdict.py). On a verdict all ranks leave by ``os._exit``: nothing else ends a wait in Gloo.
+
+A second thread watches the first one: torch's store knows no time limits, and any thread can die.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from safetrain.activity import ACTIVITY
+from safetrain.board import Board
+from safetrain.comm import Comm
+from safetrain.config import Watchdog
+from safetrain.departure import leave_now, publish
+from safetrain.patience import Patience
+from safetrain.stacks import answer_signals, state_of
+from safetrain.testimony import Testimony
+from safetrain.verdict import judge, judge_alone
+from safetrain.whereabouts import note_whereabouts
+
+logger = logging.getLogger("safetrain")
+
+_HEARING_S = 2.0  # the judge's longest wait for a testimony, and
+_SILENCE_S = 0.5  # its wait for one of a rank whose last beat is older than its limit
+_ANSWER_S = 6.0  # after that, the judge itself is gone
+_FAREWELL_S = 1.0  # the judge waits so long for the others to read its verdict
+_SECOND_THOUGHTS_S = 0.1  # between the verdict and the sentence: has anybody moved?
+_LOOK_S = 0.02
+_LONGEST_BEAT_S = 5.0
+_GUARD_S = 5.0  # a watchdog thread that has not looked for so long is stuck, or gone
+
+_live: _Watch | None = None
+_runs = 0
+
+
+@contextmanager
+def watch(comm: Comm, options: Watchdog, run_dir: Path | None, *, tells: bool = True) -> Iterator[None]:
+    """Watch this process' calling thread until the block ends. Every rank does so; in another such block, nothing more.
+
+    ``tells``: nobody else will print the verdict.
+    """
+    global _live, _runs
+    if not options.enabled or _live is not None:
+        yield
+        return
+    _runs += 1
+    _live = _Watch(comm, options, run_dir, _runs, tells)
+    try:
+        yield
+    finally:
+        _live.stop()
+        _live = None
+
+
+class _Watch:
+    def __init__(self, comm: Comm, options: Watchdog, run_dir: Path | None, run: int, tells: bool) -> None:
+        answer_signals()
+        self._options, self._run_dir, self._tells = options, run_dir, tells
+        self._comm, self._rank, self._world_size, self._host = comm, comm.rank, comm.world_size, socket.gethostname()
+        self._local_rank, self._watched_thread = comm.local_rank, threading.get_ident()
+        self._patience = Patience(options, ACTIVITY)
+        self._board = Board(comm, run)
+        self._seen = 0  # the last inquiry that this rank has taken part in
+        self._ask_again_at = self._beat_at = 0.0
+        self._beat_every_s = min(_LONGEST_BEAT_S, max(options.poll_s, options.stall_s / 4))
+        self._looked_at = time.monotonic()
+        self._board.beat(self._here())  # a rank that stops before its first look is to be known
+        self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"safetrain-{target.__name__.strip('_')}", daemon=True)
+            for target in (self._watch, self._guard)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """No longer watch; where a verdict is under way, the process ends in here."""
+        self._stopped.set()
+        self._threads[0].join(_ANSWER_S + _FAREWELL_S)
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            while not self._stopped.wait(self._options.poll_s):
+                self._patience.look(time.monotonic())
+                self._look()
+            self._board.leave()
+        except Exception:  # a store that is gone, mostly; the guard goes on alone
+            if not self._stopped.is_set():
+                logger.warning("rank %d: its watchdog can't reach the other ranks' any more", self._rank, exc_info=True)
+
+    def _look(self) -> None:
+        now = self._looked_at = time.monotonic()
+        note_whereabouts(self._local_rank)
+        if now >= self._beat_at:
+            self._beat_at = now + self._beat_every_s
+            self._board.beat(self._here())
+        number = self._board.inquiry()
+        if number > self._seen:
+            self._take_part(number)
+        elif self._patience.exhausted and now >= self._ask_again_at:
+            if not self._testimony().stands_still:
+                return
+            self._ask_again_at = now + max(1.0, self._patience.limit_s / 4)
+            if self._board.open(self._seen + 1):
+                self._hold(self._seen + 1)
+            else:
+                self._take_part(self._seen + 1)
+
+    def _guard(self) -> None:
+        """The other thread dead or stuck, and no progress: end this rank, with what it knows by itself."""
+        patience = Patience(self._options, ACTIVITY)
+        while not self._stopped.wait(max(self._options.poll_s, 0.5)):
+            patience.look(time.monotonic())
+            if patience.exhausted and time.monotonic() - self._looked_at > _GUARD_S + self._options.poll_s:
+                own = self._testimony(patience)
+                if own.stands_still:
+                    publish(judge_alone(own), self._run_dir, tells=True)
+                    leave_now()
+
+    # --- an inquiry -------------------------------------------------------------------------------------------------
+
+    def _here(self) -> Testimony:
+        return Testimony.brief(self._rank, self._patience)
+
+    def _testimony(self, patience: Patience | None = None) -> Testimony:
+        calls = self._comm.collectives.recent() or [str(call) for call in self._comm.collectives.voted()]
+        return Testimony.full(self._rank, patience or self._patience, self._watched_thread, calls)
+
+    def _take_part(self, number: int) -> None:
+        said = self._testify(number)
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline:
+            if said.stands_still and ACTIVITY.count != said.count:
+                self._board.withdraw(number)
+            if (answer := self._board.read_answer(number)) is not None:
+                if answer:
+                    self._board.go(number)
+                    leave_now(pid for host, pid in json.loads(answer) if host == self._host)
+                return
+            self._looked_at = time.monotonic()
+            time.sleep(_LOOK_S)
+
+    def _hold(self, number: int) -> None:
+        """Be the judge."""
+        said = self._testify(number)
+        heard = self._hear(number)
+        if judge(heard) is not None:
+            time.sleep(_SECOND_THOUGHTS_S)
+            if ACTIVITY.count == said.count and not self._board.withdrawn(number):
+                self._end(number, heard)
+        self._board.answer(number, "")
+
+    def _end(self, number: int, heard: list[Testimony]) -> None:
+        """Tell the verdict and leave. Only now silent ranks are asked: the signal could set one free."""
+        verdict = judge([one.probed(self._host) if one.state == "silent" else one for one in heard])
+        assert verdict is not None
+        publish(verdict, self._run_dir, tells=self._tells)
+        silent = [(one.host, one.pid) for one in verdict.testimonies if one.state == "silent"]
+        with suppress(Exception):  # the store may be gone by now; the verdict is out
+            self._board.answer(number, json.dumps(silent or [("", 0)]))
+            speakers = sum(one.state not in ("silent", "left") for one in verdict.testimonies)
+            deadline = time.monotonic() + _FAREWELL_S
+            while self._board.gone(number) < speakers - 1 and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+        leave_now(pid for host, pid in silent if host == self._host)
+
+    def _testify(self, number: int) -> Testimony:
+        self._seen = number
+        testimony = self._testimony()
+        self._board.testify(number, testimony)
+        return testimony
+
+    def _hear(self, number: int) -> list[Testimony]:
+        """What all ranks say; of those that say nothing, what is known of them."""
+        opened = time.monotonic()
+        while self._board.count(number) < self._world_size and (waited := time.monotonic() - opened) < _HEARING_S:
+            self._looked_at = time.monotonic()
+            if waited > _SILENCE_S and all(self._account_for(rank) for rank in self._missing(number)):
+                break
+            time.sleep(_LOOK_S if waited < _SILENCE_S else 5 * _LOOK_S)
+        heard = [self._board.testimony(number, rank) for rank in range(self._world_size)]
+        return [one or self._unheard(rank) for rank, one in enumerate(heard)]
+
+    def _missing(self, number: int) -> list[int]:
+        return [rank for rank in range(self._world_size) if self._board.testimony(number, rank) is None]
+
+    def _account_for(self, rank: int) -> bool:
+        """Whether there is no need to wait longer for a rank's testimony."""
+        return self._unheard(rank).state != "moving"
+
+    def _unheard(self, rank: int) -> Testimony:
+        """What is known of a rank that does not say: it has left, its last beat is too old, or it is only slow."""
+        beat = self._board.last_beat(rank)
+        if beat is None:  # not watched yet
+            return replace(self._here(), rank=rank, host="", pid=0, state="moving")
+        age_s, last = beat
+        if self._board.has_left(rank):
+            return replace(last, state="left")
+        process = state_of(last.pid) if last.host == self._host else "?"
+        if process == "t":  # somebody looks into it with gdb
+            return replace(last, state="paused")
+        here = self._here()
+        # no rank can be a step behind: where its beat is, it has come further since
+        limit_s = last.limit_s if last.step == here.step else here.limit_s
+        if age_s > limit_s or process in ("", "Z", "X"):
+            # how far it has come can be known from the others, and its phase from nobody
+            return replace(last, state="silent", seconds=age_s, step=max(last.step, here.step), phase="")
+        return replace(last, state="moving")
