@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+# torch's store asks the name server who each of its clients is. An answer that is lost would hold a test up for 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +20,8 @@ hypothesis.settings.register_profile("safetrain", deadline=None, max_examples=50
 hypothesis.settings.load_profile("safetrain")
 
 _SETTLE_S = 5.0  # threads and processes that are on their way out may take this long on a loaded machine
-_SET_BY_IMPORTS = ("KMP_", "TORCHINDUCTOR_")  # scikit-learn and torch set such variables when they are first needed
+# scikit-learn and torch set such variables when they are first needed, safetrain the last when ranks are joined
+_SET_BY_IMPORTS = ("KMP_", "TORCHINDUCTOR_", "TORCH_FR_")
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # Python keeps them until it ends
 
 
