@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Literal, Protocol, TypeVar, get_args
@@ -104,6 +104,16 @@ class MetricLog:
 
     def clear(self) -> None:
         self._entries.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: (kept.how, list(kept.values), list(kept.weights)) for name, kept in self._entries.items()}
+
+    def extend(self, state: Mapping[str, Any]) -> None:
+        """Add what another log's ``state_dict()`` holds."""
+        for name, (how, values, weights) in state.items():
+            entries = self._entries.setdefault(name, _Entries(how))
+            entries.values += values
+            entries.weights += weights
 
     def reduce(self, comm: Ranks) -> dict[str, float]:
         """Every metric over all ranks, the same on each. All ranks call it; one that logged less, or nothing, may.

@@ -24,6 +24,7 @@ class RunInfo:
     steps_per_epoch: int | None  # None: the data set has no length
     max_steps: int | None
     start_step: int
+    start_events: int  # told before start_step, by earlier processes of this run
     config_text: str  # the resolved config as YAML
     device: str
     parameters: int
@@ -41,7 +42,7 @@ class RunInfo:
 class Event:
     """Something worth telling: metrics such as ``train/loss`` or ``val/accuracy``, or a text without the step."""
 
-    kind: Literal["train", "validation", "skip", "warning", "note", "end"]
+    kind: Literal["train", "validation", "skip", "warning", "note", "checkpoint", "end"]
     step: int
     epoch: int  # from 0
     metrics: Mapping[str, float] = field(default_factory=dict)

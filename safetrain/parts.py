@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.optim import Optimizer
@@ -20,6 +20,9 @@ from safetrain.policies import Policies
 from safetrain.precision import Precision
 from safetrain.reduction import Reduction
 
+if TYPE_CHECKING:
+    from safetrain.trainer import Trainer
+
 
 @dataclass(frozen=True)
 class UserCode:
@@ -29,7 +32,20 @@ class UserCode:
     accept_batch: Callable[[Any], bool]
     batch_weight: Callable[[Any], int | None]
     stop_wanted: Callable[[], bool]
+    save_wanted: Callable[[], bool]
     log: Callable[[], MetricLog]
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Self:
+        """The methods of a trainer, and its wishes."""
+        return cls(
+            training_step=trainer.training_step,
+            accept_batch=trainer.accept_batch,
+            batch_weight=trainer.batch_weight,
+            stop_wanted=lambda: trainer._stop_wanted,
+            save_wanted=lambda: trainer._run.keeper.wishes(),
+            log=lambda: trainer._log,
+        )
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,7 @@ class Parts:
             # between backward and the vote: the order of a plain loop, and hidden behind the buckets that are under way
             more_data=self.feed.look_ahead(),
             stop=self.user.stop_wanted(),
+            save=self.user.save_wanted(),
             collectives=self.comm.collectives.close(),
             log_keys=fingerprint([*self.user.log().signature(), *(name for name, _, _ in share.losses)]),
         )

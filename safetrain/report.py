@@ -35,7 +35,7 @@ class Result:
         return self.step - self.applied_steps
 
 
-def describe_run(trainer: Trainer, feed: Feed) -> RunInfo:
+def describe_run(trainer: Trainer, feed: Feed, start_events: int = 0) -> RunInfo:
     """What observers are told at the start."""
     batches = feed.batches_per_epoch
     return RunInfo(
@@ -47,6 +47,7 @@ def describe_run(trainer: Trainer, feed: Feed) -> RunInfo:
         steps_per_epoch=None if batches is None else -(-batches // trainer.loop.accumulate),
         max_steps=trainer.loop.max_steps,
         start_step=trainer.step,
+        start_events=start_events,
         config_text=trainer.config_text,
         device=str(trainer.comm.device),
         parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
@@ -62,6 +63,7 @@ class Reporter:
         self._observers, self._comm, self._optimizers = observers, comm, optimizers
         self._log_every_steps = log_every_steps
         self._skipped_steps = 0
+        self._events = 0
         self.restart_clock()
 
     def start(self, run: RunInfo) -> None:
@@ -112,6 +114,19 @@ class Reporter:
         ACTIVITY.enter("log")
         self._tell(Event("validation", step, epoch, metrics))
 
+    def checkpoint(self, step: int, epoch: int) -> None:
+        """The state after ``step`` steps is about to be saved."""
+        self._tell(Event("checkpoint", step, epoch))
+
+    def note(self, step: int, epoch: int, text: str) -> None:
+        self._tell(Event("note", step, epoch, text=text))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"skipped_steps": self._skipped_steps, "events": self._events}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._skipped_steps, self._events = state["skipped_steps"], state["events"]
+
     def end(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         ACTIVITY.enter("log")
         self._tell(Event("end", step, epoch, metrics))
@@ -122,5 +137,6 @@ class Reporter:
             observer.close()
 
     def _tell(self, event: Event) -> None:
+        self._events += 1
         for observer in self._observers:
             observer.event(event)

@@ -1,7 +1,7 @@
 """Who reads what: the batches of one rank, drawn from an order that all ranks share.
 
     what the loader has                            what a rank takes
-    a plain or shuffled order, training            DistributedSampler with drop_last: (samples mod ranks) are left out
+    a plain or shuffled order, training            what DistributedSampler gives: (samples mod ranks) are left out
     the same, evaluation or ``drop_last=False``    every ranks-th sample: none twice (no padding), none left out
     a sampler with ``num_replicas`` and ``rank``   what that sampler gives, once its numbers are found right
     any other sampler of samples                   every ranks-th of its samples
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from safetrain.errors import DataError
+from safetrain.legs import Leg, left_of
 from safetrain.seeding import OwnRandom, derive_seed
 
 _READ_AHEAD = 256  # items a rank that a foreign sampler is asked for at a time: entering its generators costs 0.1 ms
@@ -52,26 +53,54 @@ class Work(NamedTuple):
 
 
 class Plan(Sampler[Work]):
-    """The batches of one rank in one epoch, from which the first can be left out without reading them."""
+    """The batches of one rank in one epoch, from which the first can be left out without reading them.
 
-    def __init__(self, batches: Iterable[Any], batch_size: int | None) -> None:
+    Attributes:
+        items_per_batch: how many of the items that ranks take turns over make a batch.
+    """
+
+    def __init__(self, batches: Iterable[Any], batch_size: int | None, items_per_batch: int = 1) -> None:
         self.batches = batches
         self.batch_size = batch_size
+        self.items_per_batch = items_per_batch
         self.epoch = 0
         self.skip_batches = 0
 
-    def set_epoch(self, epoch: int, skip_batches: int = 0) -> None:
+    def set_epoch(self, epoch: int, skip_batches: int = 0, legs: Sequence[Leg] = ()) -> None:
+        """The next ``iter()`` is for ``epoch``, without what ``legs`` have taken and without the first batches."""
         self.epoch = epoch
         self.skip_batches = skip_batches
         for sampler in _nested(self.batches):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
+            if isinstance(sampler, (SharedOrder, Turns)):
+                sampler.legs = legs
+
+    @property
+    def shares_out(self) -> bool:
+        """Whether safetrain splits the order over ranks; else a sampler of the user's does."""
+        return any(isinstance(sampler, (SharedOrder, Turns)) for sampler in _nested(self.batches))
+
+    @property
+    def shuffled(self) -> bool | None:
+        """Whether the order that safetrain made is a random one; None where it made none."""
+        return next((part.shuffle for part in _nested(self.batches) if isinstance(part, SharedOrder)), None)
+
+    def memory(self) -> list[Any]:
+        """What samplers keep from epoch to epoch: the state of their torch.Generator, or their ``state_dict()``."""
+        return [_memory(sampler) for sampler in _nested(self.batches)]
+
+    def restore_memory(self, memory: Sequence[Any]) -> None:
+        for sampler, state in zip(_nested(self.batches), memory, strict=True):
+            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                sampler.generator.set_state(state)
+            elif state is not None:
+                sampler.load_state_dict(state)
 
     @property
     def shared_samples(self) -> int | None:
         """Samples in the dataset whose order safetrain made, and splits over ranks; None where it did not."""
-        makes = (DistributedSampler, EveryOnce)
-        return next((len(part.dataset) for part in _nested(self.batches) if type(part) in makes), None)
+        return next((len(part.dataset) for part in _nested(self.batches) if isinstance(part, SharedOrder)), None)  # type: ignore[arg-type]
 
     @property
     def order_digest(self) -> int | None:
@@ -88,19 +117,28 @@ class Plan(Sampler[Work]):
         return len(self.batches)  # type: ignore[arg-type]
 
 
-class EveryOnce(DistributedSampler[int]):
-    """Rank r takes samples r, r + world_size, ... of the order: shares are disjoint, complete, and not padded."""
+class SharedOrder(DistributedSampler[int]):
+    """Rank r takes samples r, r + world_size, ... of the order that DistributedSampler makes, without its padding.
 
-    def __init__(self, dataset: Any, *, place: Place, shuffle: bool) -> None:
-        super().__init__(dataset, place.world_size, place.rank, shuffle=shuffle, seed=place.seed)
-        self.num_samples = len(range(place.rank, len(dataset), place.world_size))
+    Shares are disjoint. They are complete, too, unless ``drop_uneven`` leaves out what does not divide by the ranks.
+    """
+
+    legs: Sequence[Leg] = ()
+
+    def __init__(self, dataset: Any, *, place: Place, shuffle: bool, drop_uneven: bool) -> None:
+        super().__init__(dataset, place.world_size, place.rank, shuffle=shuffle, seed=place.seed, drop_last=drop_uneven)
+        if not drop_uneven:
+            self.num_samples = len(range(place.rank, len(dataset), place.world_size))
 
     def __iter__(self) -> Iterator[int]:
         samples = len(self.dataset)  # type: ignore[arg-type]
         order: Any = range(samples)
         if self.shuffle:
             order = torch.randperm(samples, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
-        return iter(order[self.rank :: self.num_replicas])
+        if self.legs:
+            order = list(left_of(iter(order), self.legs))
+        whole = len(order) - len(order) % self.num_replicas if self.drop_last else len(order)
+        return iter(order[self.rank : whole : self.num_replicas])
 
 
 class Turns(Sampler[Any]):
@@ -115,6 +153,7 @@ class Turns(Sampler[Any]):
         self.place = place
         self.drop_uneven = drop_uneven
         self.epoch = 0
+        self.legs: Sequence[Leg] = ()
         self.digest: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -125,7 +164,7 @@ class Turns(Sampler[Any]):
         rank, world_size, seed, _ = self.place
         own_random = OwnRandom(derive_seed(seed, "order", self.epoch))
         with own_random:
-            items = iter(self.sampler)
+            items = left_of(iter(self.sampler), self.legs)
         while True:
             with own_random:
                 chunk = list(islice(items, _READ_AHEAD * world_size))
@@ -158,7 +197,7 @@ def plan_batches(loader: DataLoader[Any], place: Place, *, drop_last: bool) -> P
         drop_small = batches.drop_last and place.train
         if drop_small:
             _check_one_batch(samples, batches.batch_size, place)
-        return Plan(BatchSampler(samples, batches.batch_size, drop_small), batches.batch_size)
+        return Plan(BatchSampler(samples, batches.batch_size, drop_small), batches.batch_size, batches.batch_size)
     size = getattr(batches, "batch_size", None)
     share = batches if _splits_over_ranks(batches, place) else _take_turns(batches, place, "batches", drop_uneven=False)
     return Plan(share, size if isinstance(size, int) else None)
@@ -176,12 +215,11 @@ def _share_samples(loader: DataLoader[Any], sampler: Any, place: Place, drop_une
     return _take_turns(sampler, place, "samples", drop_uneven)
 
 
-def _own_sampler(dataset: Any, shuffle: bool, place: Place, drop_uneven: bool) -> DistributedSampler[int]:
+def _own_sampler(dataset: Any, shuffle: bool, place: Place, drop_uneven: bool) -> SharedOrder:
     shuffle = shuffle and place.train
-    if not drop_uneven:
-        return EveryOnce(dataset, place=place, shuffle=shuffle)
-    _check_one_each(len(dataset), f"the training dataset {type(dataset).__name__}", "samples", place)
-    return DistributedSampler(dataset, place.world_size, place.rank, shuffle=shuffle, seed=place.seed, drop_last=True)
+    if drop_uneven:
+        _check_one_each(len(dataset), f"the training dataset {type(dataset).__name__}", "samples", place)
+    return SharedOrder(dataset, place=place, shuffle=shuffle, drop_uneven=drop_uneven)
 
 
 def _take_turns(sampler: Any, place: Place, items: str, drop_uneven: bool) -> Turns:
@@ -213,6 +251,14 @@ def _splits_over_ranks(sampler: Any, place: Place) -> bool:
     return False
 
 
+def _memory(sampler: Any) -> Any:
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    restorable = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+    return sampler.state_dict() if restorable else None
+
+
 def _nested(sampler: Any) -> Iterator[Any]:
     """The sampler and those inside it: a batch sampler holds the sampler that it draws from as ``sampler``."""
     while sampler is not None:
@@ -230,7 +276,7 @@ def _check_one_each(count: int, what: str, items: str, place: Place) -> None:
 
 def _check_one_batch(samples: Any, batch_size: int, place: Place) -> None:
     """Judge by the smallest share, so that every rank comes to the same answer."""
-    if isinstance(samples, EveryOnce):
+    if isinstance(samples, SharedOrder):
         share = len(samples.dataset) // place.world_size  # type: ignore[arg-type]
     elif isinstance(samples, Turns):
         share = len(samples.sampler) // place.world_size if isinstance(samples.sampler, Sized) else batch_size

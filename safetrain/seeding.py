@@ -4,12 +4,13 @@ Every seed is ``derive_seed(job seed, what it is for, numbers that tell it apart
 
     main process of a rank         ("process", rank)                  once, by ``seed_process``; never again per batch
     batch read by a loader worker  ("batch", rank, epoch, number)     whichever worker reads it, however many there are
-    start of a loader worker       ("workers", rank, epoch) + worker  for ``worker_init_fn``; torch adds the worker id
+    start of a loader worker       ("workers", rank, epoch) + worker  for ``worker_init_fn``; torch adds the worker id.
+                                                                      Kept workers: that of epoch 0
     collating a stream's batches   ("collate", rank, epoch, worker)   in a loader worker
     stream that shards itself      ("stream", rank, epoch, worker)
     stream that safetrain shards   ("stream", epoch)                  equal on all ranks: all must see one order
     sampler that knows no ranks    ("order", epoch)                   likewise
-    DistributedSampler             the job's seed, to which it adds the epoch
+    order of a map-style dataset   the job's seed plus the epoch, as DistributedSampler does it
 
 So two runs draw the same numbers, no two batches of a job share a seed, and in loader workers a resumed epoch draws
 what it would have drawn.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,6 +69,47 @@ class OwnRandom:
     def _exchange(self) -> None:
         other, self._other = self._other, _states()
         _restore(other)
+
+
+class RankRandom:
+    """The generators of a rank's main process, for checkpoints: random, numpy, torch on the CPU and on its device."""
+
+    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+        self._seed, self._rank, self._device = seed, rank, device
+
+    def state_dict(self) -> dict[str, Any]:
+        states = generator_states()
+        return states if self._device.type == "cpu" else states | {"device": torch.cuda.get_rng_state(self._device)}
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], world_size: int) -> None:
+        """Go on where this rank was; where the ranks are not the same, begin with a seed of its own.
+
+        The seed depends on where rank 0 was, so that a run that is cut twice does not draw the same numbers again.
+        """
+        if len(states) != world_size:
+            digest = hashlib.blake2b(states[0]["torch"].numpy().tobytes()).hexdigest()
+            seed_process(derive_seed(self._seed, digest, world_size), self._rank)
+            return
+        state = states[self._rank]
+        restore_generators(state)
+        if "device" in state and self._device.type != "cpu":
+            torch.cuda.set_rng_state(state["device"], self._device)
+
+
+def generator_states() -> dict[str, Any]:
+    """Where random, numpy and torch (CPU) are, as tensors and plain values. Takes 0.1 ms, nearly all of it numpy's."""
+    name, keys, *rest = np.random.get_state()
+    numpy_state = (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
+    return {"random": random.getstate(), "numpy": numpy_state, "torch": torch.default_generator.get_state()}
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Put back what ``generator_states`` returned."""
+    version, internal, gauss = states["random"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.default_generator.set_state(states["torch"])
 
 
 def _states() -> tuple[Any, ...]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from safetrain.legs import Leg, left_of
 from safetrain.lifetime import die_with_parent
 from safetrain.sampling import Place, Work
 from safetrain.seeding import OwnRandom, derive_seed, seed_generators
@@ -56,10 +57,21 @@ class StreamShare(IterableDataset[Any]):
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # the one way to reach workers that are kept
+        self._legs: tuple[int, Sequence[Leg]] = (-1, ())  # and the epoch they belong to: workers come after it is set
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset here; its copies in loader workers are told before their next ``iter()``."""
+    @property
+    def splits_itself(self) -> bool:
+        """Whether the dataset, not this class, gives each shard its part."""
+        return hasattr(self.source, "set_shard")
+
+    def set_epoch(self, epoch: int, legs: Sequence[Leg] = ()) -> None:
+        """Tell the dataset here; its copies in loader workers are told before their next ``iter()``.
+
+        ``legs``: what other ranks had of this epoch.
+        """
         self._epoch.fill_(epoch)
+        if legs:
+            self._legs = epoch, legs
         _tell_epoch(self.source, epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -72,10 +84,11 @@ class StreamShare(IterableDataset[Any]):
             seed_generators(derive_seed(seed, "collate", rank, epoch, worker))
         # Ranks are numbered within workers: this way the ranks' parts differ by a sample a worker at most.
         shard, shards = worker * world_size + rank, world_size * workers
-        if hasattr(self.source, "set_shard"):
-            self.source.set_shard(shard, shards)
+        if self.splits_itself:
+            self.source.set_shard(shard, shards)  # type: ignore[attr-defined]
             return _Stream(self, OwnRandom(derive_seed(seed, "stream", rank, epoch, worker)), 0, 1)
-        return _Stream(self, OwnRandom(derive_seed(seed, "stream", epoch)), shard, shards)
+        legs = self._legs[1] if self._legs[0] == epoch else ()
+        return _Stream(self, OwnRandom(derive_seed(seed, "stream", epoch)), shard, shards, legs)
 
 
 class _EveryNth(Iterator[Any]):
@@ -98,12 +111,14 @@ class _EveryNth(Iterator[Any]):
 class _Stream(Iterator[Any]):
     """One shard in batches; the stream's code draws from generators of its own."""
 
-    def __init__(self, share: StreamShare, own_random: OwnRandom, shard: int, shards: int) -> None:
+    def __init__(
+        self, share: StreamShare, own_random: OwnRandom, shard: int, shards: int, legs: Sequence[Leg] = ()
+    ) -> None:
         self._batch_size = share.batch_size
         self._drop_last = share.drop_last
         self._own_random = own_random
         with own_random:
-            self._samples = _EveryNth(iter(share.source), shard, shards)
+            self._samples = _EveryNth(left_of(iter(share.source), legs), shard, shards)
 
     def __next__(self) -> Any:
         with self._own_random:

@@ -14,26 +14,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from safetrain.activity import ACTIVITY
-from safetrain.audit import ReplicaAudit
+from safetrain.assembly import Run, assemble
 from safetrain.batches import count_samples
-from safetrain.build import build_optimizers, build_schedulers, check_optimizers
+from safetrain.build import build_optimizers, build_schedulers
 from safetrain.comm import Comm, How
-from safetrain.config import Audit, Loader, Loop, Watchdog
+from safetrain.config import Audit, Checkpoint, Loader, Loop, Watchdog
 from safetrain.contain import Loss
-from safetrain.data import Feed, build_loader
 from safetrain.errors import DataError, UsageError
 from safetrain.evaluation import evaluate
+from safetrain.keeping import Checkpoints
 from safetrain.metrics import MetricLog
 from safetrain.observer import Observer
-from safetrain.parts import Parts, UserCode
 from safetrain.policies import Policies
-from safetrain.precision import FP32, Clip, Precision
-from safetrain.reduction import Reduction
-from safetrain.report import Reporter, Result, describe_run
-from safetrain.seeding import seed_process
+from safetrain.precision import FP32, Precision
+from safetrain.report import Result
 from safetrain.strategy import DDPStrategy
 from safetrain.watchdog import watch
-from safetrain.window import Window
 
 T = TypeVar("T")
 
@@ -48,6 +44,8 @@ class Trainer:
             or a mapping from the name of a submodule to such a callable: several optimizers.
         scheduler: called with an optimizer; or a mapping by optimizer name. Stepped once per real optimizer step.
         loop, loader, precision, strategy, policies, watchdog, audit: how to train; the defaults are safe.
+        checkpoint: when the run's state is saved in ``run_dir``, and what is kept; without ``run_dir`` it is not.
+        resume: go on from a checkpoint: ``auto``, the newest in ``run_dir`` if there is one; a path; or ``none``.
         observers: are told what happens (progress bar, TensorBoard, ...).
     """
 
@@ -58,10 +56,7 @@ class Trainer:
     # filled in by fit()
     comm: Comm
     model: nn.Module
-    _reduction: Reduction
-    _reporter: Reporter
-    _replicas: ReplicaAudit
-    _val_feed: Feed | None
+    _run: Run
     optimizers: dict[str, Optimizer]
     schedulers: dict[str, LRScheduler]
     total_steps: int | None  # optimizer steps of the whole run; None where the data has no length
@@ -84,6 +79,8 @@ class Trainer:
         policies: Policies | None = None,
         watchdog: Watchdog | None = None,
         audit: Audit | None = None,
+        checkpoint: Checkpoint | None = None,
+        resume: str | Path = "none",
         observers: Sequence[Observer] = (),
         seed: int = 0,
         device: str = "auto",
@@ -101,6 +98,7 @@ class Trainer:
         self.precision, self.strategy = precision or FP32(), strategy or DDPStrategy()
         self.policies, self.observers = policies or Policies(), tuple(observers)
         self.watchdog, self.audit = watchdog or Watchdog(), audit or Audit()
+        self.checkpoint, self.resume = checkpoint or Checkpoint(), resume
         self.seed, self.device, self.run_dir, self.name = seed, device, run_dir, name or type(self).__name__
         self.config_text = config_text
         self.metrics: dict[str, float] = {}
@@ -146,6 +144,17 @@ class Trainer:
         """Schedulers by the name of their optimizer."""
         return build_schedulers(self._given_scheduler, self.optimizers, self.total_steps)
 
+    def extra_state(self) -> dict[str, Any]:
+        """State of your own to save with the run's: plain values and tensors, the same on every rank."""
+        return {}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        """Take over what ``extra_state`` returned when the run was saved."""
+
+    def build_checkpoints(self) -> Checkpoints | None:
+        """Where the state of the run goes; None: nowhere."""
+        return None
+
     # --- what a user calls ------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Any, weight: int | None = None, how: str = "mean") -> None:
@@ -164,6 +173,10 @@ class Trainer:
         """Ask all ranks to stop; any rank may call it, at any time: they stop together after the same step."""
         self._stop_wanted = True
 
+    def save(self) -> None:
+        """Ask all ranks for a checkpoint; any rank may call it, at any time: they save together, within two steps."""
+        self._run.keeper.ask()
+
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def fit(self) -> Result:
@@ -176,59 +189,75 @@ class Trainer:
             UsageError, DataError: found before the first step.
         """
         with self._ranks():
-            window = self._build()
-            with contextlib.closing(self._reporter):
-                while self.epoch < self.loop.epochs and not self._finished():
-                    ACTIVITY.enter("epoch_start")
-                    self.on_epoch_start()
-                    self._train_epoch(window)
-                    if self._val_feed is not None and (self.epoch + 1) % self.loop.validate_every_epochs == 0:
-                        self.metrics |= self.validate()
+            self._stopped, self._stop_wanted, self.metrics, self._log = False, False, {}, MetricLog()
+            run = self._run = assemble(self)
+            with contextlib.closing(run.reporter):
+                while self.epoch < self.loop.epochs and (run.window.inside_epoch or not self._finished()):
+                    if not run.window.inside_epoch:  # else the run goes on from a checkpoint inside it
+                        ACTIVITY.enter("epoch_start")
+                        self.on_epoch_start()
+                    epoch_ended = self._train_epoch(run)
+                    validation = self.validate() if self._validates() else {}
+                    self.metrics |= validation
                     self.epoch += 1
-                window.finish(self.step)
-                self._replicas.run(self.step)
-                self._reduction.share_buffers()
-                result = Result(self.step, self.epoch, window.applied_steps, dict(self.metrics))
-                self._reporter.end(self.step, self.epoch, result.metrics)
+                    run.window.end_epoch()
+                    if epoch_ended:
+                        last = self.epoch == self.loop.epochs or self._finished()
+                        run.keeper.epoch_done(self.step, self.epoch, validation, last=last)
+                run.window.finish(self.step)
+                run.replicas.run(self.step)
+                run.reduction.share_buffers()
+                result = Result(self.step, self.epoch, run.window.applied_steps, dict(self.metrics))
+                run.reporter.end(self.step, self.epoch, result.metrics)
+                run.keeper.finish()
         return result
 
-    def _train_epoch(self, window: Window) -> None:
+    def _train_epoch(self, run: Run) -> bool:
+        """Train to the end of the epoch, or of the run; whether it was the epoch's."""
+        window, reporter = run.window, run.reporter
         window.begin_epoch(self.epoch, self.step)
         self.model.train()
-        self._reporter.restart_clock()
+        reporter.restart_clock()
         epoch_ends = False
         while not epoch_ends and not self._finished():
             if self.phases:
                 self.phase = self.phases[self.step % len(self.phases)]
+            run.keeper.window_opens(self.step)
             result = window.run(self.step, self.phase)
             epoch_ends, self._stopped = result.epoch_ends, result.stop
             if result.applied or result.dropped:
                 self.step += 1
-                self._replicas.window(self.step)
-                self._reporter.window(self.step, self.epoch, result, self._log)
+                run.replicas.window(self.step)
+                reporter.window(self.step, self.epoch, result, self._log)
+                run.keeper.window_done(self.step, self.epoch, result)
         if dropped_late := window.settle():
-            self._reporter.skipped(self.step - 1, self.epoch, dropped_late)
+            reporter.skipped(self.step - 1, self.epoch, dropped_late)
         if self.step == 0:
             raise DataError("the training data gave no batch on any rank: the dataset is empty")
+        return epoch_ends
+
+    def _validates(self) -> bool:
+        """Whether this epoch ends with a validation."""
+        return self._run.val_feed is not None and (self.epoch + 1) % self.loop.validate_every_epochs == 0
 
     def _finished(self) -> bool:
         return self._stopped or (self.loop.max_steps is not None and self.step >= self.loop.max_steps)
 
     def validate(self) -> dict[str, float]:
         """Metrics over all validation samples of all ranks, each counted once. Every rank calls it."""
-        if self._val_feed is None:
+        if self._run.val_feed is None:
             raise UsageError("validate() needs validation data: give val_data, or override build_val_data")
         ACTIVITY.enter("validation_start")
-        self._reduction.share_buffers()
+        self._run.reduction.share_buffers()
         train_log, self._log = self._log, MetricLog()
         try:
             metrics = evaluate(
-                self.model, self._val_feed, self.validation_step, self._log, self.precision, self.comm,
+                self.model, self._run.val_feed, self.validation_step, self._log, self.precision, self.comm,
                 step=self.step, forward_communicates=self.strategy.forward_communicates,
             )  # fmt: skip
         finally:
             self._log = train_log
-        self._reporter.validation(self.step, self.epoch, metrics)
+        self._run.reporter.validation(self.step, self.epoch, metrics)
         return metrics
 
     # --- the parts --------------------------------------------------------------------------------------------------
@@ -242,52 +271,6 @@ class Trainer:
             yield
         if joined_here:
             self.comm.leave()
-
-    def _build(self) -> Window:
-        """Everything a run is made of, in the order in which one needs the other."""
-        ACTIVITY.restart("build")
-        comm, options = self.comm, self.loader
-        comm.collectives.compares = self.audit.collectives
-        self.step, self.epoch, self._stopped, self._stop_wanted = 0, 0, False, False
-        self.metrics, self._log = {}, MetricLog()
-        torch.manual_seed(self.seed)  # the same initial weights on every rank
-        self.model = self.strategy.prepare(self.build_model(), comm)
-        self._reduction = Reduction(self.model, comm, self.strategy)
-        self.optimizers = self.build_optimizers()
-        check_optimizers(self.optimizers, self.model)
-        self.precision.prepare(comm.device)
-        place: dict[str, Any] = {"rank": comm.rank, "world_size": comm.world_size, "seed": self.seed}
-        feed = Feed(build_loader(self.build_train_data(), options, train=True, **place), comm.device)
-        val_data = self.build_val_data()
-        self._val_feed = (
-            None if val_data is None else Feed(build_loader(val_data, options, train=False, **place), comm.device)
-        )
-        self._reporter = Reporter(self.observers, comm, self.optimizers, self.loop.log_every_steps)
-        run = describe_run(self, feed)
-        self._reporter.start(run)
-        self.total_steps = comm.agree(run.total_steps or 0, "max") or None
-        self.schedulers = self.build_schedulers()
-        seed_process(self.seed, comm.rank)
-        self._replicas = ReplicaAudit(self.model, self.optimizers, self.precision, comm, self.audit.every_steps)
-        self._replicas.run(self.step)
-        parts = Parts(
-            comm=comm,
-            reduction=self._reduction,
-            feed=feed,
-            user=UserCode(
-                training_step=self.training_step,
-                accept_batch=self.accept_batch,
-                batch_weight=self.batch_weight,
-                stop_wanted=lambda: self._stop_wanted,
-                log=lambda: self._log,
-            ),
-            optimizers=self.optimizers,
-            precision=self.precision,
-            policies=self.policies,
-            accumulate=self.loop.accumulate,
-            nominal_weight=self.loop.nominal_weight or feed.batch_size or 1,
-        )
-        return Window(parts, self.schedulers, Clip(self.loop.clip_norm, self.loop.clip_value))
 
     def _need(self, what: str, given: Any) -> Any:
         if given is None:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -39,6 +39,7 @@ class WindowResult(NamedTuple):
     grad_norm: torch.Tensor | None  # None: not known, the window was dropped before
     epoch_ends: bool
     stop: bool
+    save: bool  # some rank wants a checkpoint
     same_log_keys: bool
     losses: Sequence[tuple[str, torch.Tensor, int]]  # of this rank: (name, detached mean, weight)
 
@@ -54,7 +55,12 @@ class Stepped:
 
 
 class Window:
-    """Runs windows. ``applied_steps`` counts real optimizer steps."""
+    """Runs windows.
+
+    Attributes:
+        applied_steps: real optimizer steps so far.
+        inside_epoch: an epoch has begun and is not over.
+    """
 
     def __init__(self, parts: Parts, schedulers: Mapping[str, LRScheduler], clip: Clip) -> None:
         self._parts, self._schedulers, self._clip = parts, schedulers, clip
@@ -62,14 +68,28 @@ class Window:
         self._consecutive: Counter[str] = Counter()
         self._open: Stepped | None = None
         self.applied_steps = 0
+        self.inside_epoch = False
 
     def begin_epoch(self, epoch: int, step: int) -> None:
-        """Start the data of an epoch; new modules in the model are noticed here."""
+        """Start the data of an epoch, or go on where a checkpoint was; new modules in the model are noticed here."""
+        self.inside_epoch = True
         ACTIVITY.epoch = epoch
         ACTIVITY.enter("data")
         self._parts.feed.begin_epoch(epoch)
         self._check_same_order(epoch)
         self._follow_layout(step, walk=True)
+
+    def end_epoch(self) -> None:
+        """Nothing of the epoch is left to do."""
+        self.inside_epoch = False
+
+    def state_dict(self) -> dict[str, Any]:
+        facts = {"applied_steps": self.applied_steps, "inside_epoch": self.inside_epoch}
+        return {**facts, "dropped_in_a_row": dict(self._consecutive)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.applied_steps, self.inside_epoch = state["applied_steps"], state["inside_epoch"]
+        self._consecutive = Counter(state["dropped_in_a_row"])
 
     def finish(self, step: int) -> None:
         """After the last step: no vote will tell any more whether all ranks took it."""
@@ -122,6 +142,7 @@ class Window:
             grad_norm=grad_norm,
             epoch_ends=self._parts.policies.uneven.ends_epoch(tally),
             stop=tally.stop > 0,
+            save=tally.save > 0,
             same_log_keys=tally.same_log_keys,
             losses=share.losses,
         )

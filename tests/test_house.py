@@ -42,6 +42,8 @@ def test_the_public_names() -> None:
     assert list(safetrain.__all__) == sorted(safetrain.__all__)
     assert list(safetrain.__all__) == [
         "Audit",
+        "Checkpoint",
+        "CheckpointError",
         "Comm",
         "CommunicationError",
         "ConfigError",

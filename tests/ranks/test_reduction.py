@@ -69,7 +69,7 @@ def test_a_window_costs_one_all_reduce_a_bucket_and_none_for_the_vote(
         trainer.fit()
         starts = trainer.counts[::accumulate]
         names = {comm.ddp_group.group_name: "ddp", comm._control_group.group_name: "control"}
-        buckets = trainer._reduction._ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(", ")
+        buckets = trainer._run.reduction._ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(", ")
         return len(buckets), [
             {names.get(group, group): count for group, count in (later - earlier).items()}
             for earlier, later in pairwise(starts[2:])

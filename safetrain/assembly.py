@@ -1,0 +1,92 @@
+"""A run, put together: every part once, finished, in the order in which one needs the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from safetrain.activity import ACTIVITY
+from safetrain.audit import ReplicaAudit
+from safetrain.best import BestMetric
+from safetrain.build import check_optimizers
+from safetrain.data import Feed, build_feed
+from safetrain.keeping import Keeper
+from safetrain.parts import Parts, UserCode
+from safetrain.precision import Clip
+from safetrain.reduction import Reduction
+from safetrain.report import Reporter, describe_run
+from safetrain.resume import find_checkpoint, state_of
+from safetrain.seeding import seed_process
+from safetrain.window import Window
+
+if TYPE_CHECKING:
+    from safetrain.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Run:
+    """What ``fit`` works with."""
+
+    window: Window
+    reduction: Reduction
+    val_feed: Feed | None
+    replicas: ReplicaAudit
+    reporter: Reporter
+    keeper: Keeper
+
+
+def assemble(trainer: Trainer) -> Run:
+    """Build what ``trainer`` describes, and bring it to where its checkpoint was taken, if it goes on from one.
+
+    Fills in the trainer's public attributes: step and epoch, model, optimizers, schedulers.
+    """
+    ACTIVITY.restart("build")
+    comm, options, seed = trainer.comm, trainer.loader, trainer.seed
+    comm.collectives.compares = trainer.audit.collectives
+    checkpoints = trainer.build_checkpoints()
+    resumption = find_checkpoint(checkpoints, trainer.resume)
+    trainer.step, trainer.epoch = (resumption.saved.step, resumption.saved.epoch) if resumption else (0, 0)
+
+    torch.manual_seed(seed)  # the same initial weights on every rank
+    trainer.model = model = trainer.strategy.prepare(trainer.build_model(), comm)
+    reduction = Reduction(model, comm, trainer.strategy)
+    trainer.optimizers = trainer.build_optimizers()
+    check_optimizers(trainer.optimizers, model)
+    trainer.precision.prepare(comm.device)
+    feed = build_feed(trainer.build_train_data(), options, comm, seed=seed, train=True)
+    val_data = trainer.build_val_data()
+    val_feed = None if val_data is None else build_feed(val_data, options, comm, seed=seed, train=False)
+
+    reporter = Reporter(trainer.observers, comm, trainer.optimizers, trainer.loop.log_every_steps)
+    info = describe_run(trainer, feed, start_events=resumption.events if resumption else 0)
+    reporter.start(info)
+    trainer.total_steps = comm.agree(info.total_steps or 0, "max") or None
+    trainer.schedulers = trainer.build_schedulers()
+    seed_process(seed, comm.rank)
+    replicas = ReplicaAudit(model, trainer.optimizers, trainer.precision, comm, trainer.audit.every_steps)
+
+    parts = Parts(
+        comm=comm,
+        reduction=reduction,
+        feed=feed,
+        user=UserCode.of(trainer),
+        optimizers=trainer.optimizers,
+        precision=trainer.precision,
+        policies=trainer.policies,
+        accumulate=trainer.loop.accumulate,
+        nominal_weight=trainer.loop.nominal_weight or feed.batch_size or 1,
+    )
+    window = Window(parts, trainer.schedulers, Clip(trainer.loop.clip_norm, trainer.loop.clip_value))
+    best = BestMetric(trainer.checkpoint.metric, trainer.checkpoint.mode)
+    state = state_of(trainer, window, feed, val_feed, reporter, best)
+    if resumption is not None:
+        resumption.take_over(trainer, state, replicas)
+        reporter.note(trainer.step, trainer.epoch, resumption.story(trainer.config_text, comm.world_size))
+    replicas.run(trainer.step)
+    keeper = Keeper(
+        state, best, window, feed, reporter, checkpoints, trainer.checkpoint,
+        max_steps=trainer.loop.max_steps, rank=comm.rank, config_text=trainer.config_text,
+    )  # fmt: skip
+    return Run(window, reduction, val_feed, replicas, reporter, keeper)

@@ -1,0 +1,119 @@
+"""When a run saves its state: the plan of checkpoints, kept alike on every rank, and what goes into one.
+
+A checkpoint is taken after an optimizer step, before anything that follows from it; only at the end of an epoch it
+waits for the validation, whose metric tells which one is best. So a run is saved inside an epoch or between two, and in
+both cases goes on as it would have gone on.
+
+What a clock or a user wants becomes known in one window's vote and is done after the next window: a batch is fetched
+ahead within the window, and where the generators were before that must be noted (see ``Feed.remembers``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+from safetrain.activity import ACTIVITY
+from safetrain.best import BestMetric
+from safetrain.config import Checkpoint
+from safetrain.data import Feed
+from safetrain.report import Reporter
+from safetrain.snapshot import Snapshot
+from safetrain.state import RunState
+from safetrain.window import Window, WindowResult
+
+
+class Saved(Protocol):
+    """A checkpoint that was read: ``shared`` and ``own`` as in Snapshot, ``own`` by rank of the run that saved."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def shared(self) -> dict[str, Any]: ...
+    @property
+    def own(self) -> tuple[dict[str, Any], ...]: ...
+    @property
+    def config_text(self) -> str: ...
+
+
+class Checkpoints(Protocol):
+    """Where checkpoints go to."""
+
+    def save(self, snapshot: Snapshot, *, metric: float | None = None, wait: bool = False) -> None: ...
+    def finish(self) -> None: ...
+    def load(self, where: str | Path) -> Saved | None: ...
+
+
+class Keeper:
+    """Decides after each window whether all ranks save, and does it."""
+
+    def __init__(
+        self, state: RunState, best: BestMetric, window: Window, feed: Feed, reporter: Reporter,
+        checkpoints: Checkpoints | None, options: Checkpoint, *, max_steps: int | None, rank: int, config_text: str,
+    ) -> None:  # fmt: skip
+        self._state, self._best = state, best
+        self._window, self._feed, self._reporter = window, feed, reporter
+        self._checkpoints, self._options = checkpoints, options
+        self._max_steps, self._config_text = max_steps, config_text
+        self._keeps_time = rank == 0 and options.every_minutes is not None
+        self._saved_at = monotonic()
+        self._asked_here = self._agreed = self._planned = False
+
+    def ask(self) -> None:
+        """This rank wants a checkpoint, soon."""
+        self._asked_here = True
+
+    def wishes(self) -> bool:
+        """For this rank's vote."""
+        minutes = self._options.every_minutes
+        overdue = self._keeps_time and minutes is not None and monotonic() - self._saved_at > 60 * minutes
+        return (self._asked_here or overdue) and not self._agreed
+
+    def window_opens(self, step: int) -> None:
+        """Window number ``step`` is about to run."""
+        every, done = self._options.every_steps, step + 1
+        last = self._options.at_end and done == self._max_steps
+        self._planned = self._agreed or last or (every is not None and done % every == 0)
+        self._feed.remembers = self._planned and self._checkpoints is not None
+
+    def window_done(self, step: int, epoch: int, result: WindowResult) -> None:
+        """``step`` steps are done; all ranks call it."""
+        due = self._planned or (self._options.at_end and result.stop)
+        if result.save:
+            self._agreed, self._asked_here = True, False
+        if due and not result.epoch_ends:
+            self._save(step, epoch, None)
+
+    def epoch_done(self, step: int, epochs: int, validation: Mapping[str, float], *, last: bool) -> None:
+        """Between two epochs, ``epochs`` being done; ``validation``: what this one's gave, if it had one."""
+        metric = self._best.judge(validation)
+        every = self._options.every_epochs
+        if self._planned or self._agreed or (every and epochs % every == 0) or (last and self._options.at_end):
+            self._save(step, epochs, metric)
+
+    def finish(self) -> None:
+        """What was saved is written when this returns."""
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+
+    def _save(self, step: int, epoch: int, metric: float | None) -> None:
+        self._planned = self._agreed = False
+        if self._checkpoints is None:
+            return
+        if dropped_late := self._window.settle():
+            self._reporter.skipped(step - 1, epoch, dropped_late)
+        self._reporter.checkpoint(step, epoch)
+        with ACTIVITY.within("save_checkpoint"):
+            self._checkpoints.save(self.snapshot(step, epoch), metric=metric)
+        self._saved_at = monotonic()
+
+    def snapshot(self, step: int, epoch: int) -> Snapshot:
+        """The state of the run as it is now; tensors are the live ones."""
+        own: dict[str, Any] = self._state.save_own()
+        return Snapshot(step, epoch, self._state.save_shared(), own, self._config_text)

@@ -1,0 +1,134 @@
+"""How a run goes on from a checkpoint: the parts of its state by name, and the order in which they are taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetrain.audit import ReplicaAudit
+from safetrain.best import BestMetric
+from safetrain.data import Feed
+from safetrain.data_state import FeedState
+from safetrain.differences import differences
+from safetrain.errors import UsageError
+from safetrain.keeping import Checkpoints, Saved
+from safetrain.report import Reporter
+from safetrain.seeding import RankRandom
+from safetrain.state import (
+    BufferState,
+    Flag,
+    FrozenState,
+    LogState,
+    ModelState,
+    OptimizerState,
+    OwnPart,
+    PrecisionState,
+    RunState,
+    SchedulerState,
+    SharedPart,
+    Value,
+)
+from safetrain.window import Window
+
+if TYPE_CHECKING:
+    from safetrain.trainer import Trainer
+
+
+def state_of(
+    trainer: Trainer, window: Window, feed: Feed, val_feed: Feed | None, reporter: Reporter, best: BestMetric
+) -> RunState:
+    """Every part of a run that a new process must take over to go on as this one would."""
+    comm, model = trainer.comm, trainer.model
+
+    def set_stopped(stopped: bool) -> None:
+        trainer._stopped = stopped
+
+    def set_stop_wanted(wanted: bool) -> None:
+        trainer._stop_wanted = wanted
+
+    shared: dict[str, SharedPart] = {
+        "model": ModelState(model),
+        "frozen": FrozenState(model),
+        **{f"optimizer/{name}": OptimizerState(name, each, model) for name, each in trainer.optimizers.items()},
+        **{f"scheduler/{name}": SchedulerState(name, each) for name, each in trainer.schedulers.items()},
+        "precision": PrecisionState(trainer.precision),
+        "window": window,
+        "report": reporter,
+        "best": best,
+        "metrics": Value(lambda: dict(trainer.metrics), trainer.metrics.update),
+        "stopped": Value(lambda: trainer._stopped, set_stopped),
+        "extra": Value(trainer.extra_state, trainer.load_extra_state),
+    }
+    own: dict[str, OwnPart] = {
+        "buffers": BufferState(model, comm.rank, differ=not trainer.strategy.broadcast_buffers),
+        "log": LogState(lambda: trainer._log, comm.rank),
+        "stop_wanted": Flag(lambda: trainer._stop_wanted, set_stop_wanted),
+        "data": FeedState(feed, comm.rank, lambda: window.inside_epoch),
+        "random": RankRandom(trainer.seed, comm.rank, comm.device),
+    }
+    if val_feed is not None:
+        own["val_data"] = FeedState(val_feed, comm.rank, lambda: False)
+    return RunState(shared, own)
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run that begins where ``saved`` was taken."""
+
+    saved: Saved
+
+    @property
+    def events(self) -> int:
+        """How many events the run had told."""
+        return int(self.saved.shared["report"]["events"])
+
+    def take_over(self, trainer: Trainer, state: RunState, replicas: ReplicaAudit) -> None:
+        """Bring every part to where it was.
+
+        Inside an epoch its beginning is repeated first: what ``on_epoch_start`` sets up is there again, and what it
+        changes in the state is put right. The replicas are compared before buffers that may differ do differ.
+
+        Raises:
+            CheckpointError: naming the part that does not fit.
+        """
+        saved, world_size = self.saved, trainer.comm.world_size
+        if saved.shared["window"]["inside_epoch"]:
+            trainer.on_epoch_start()
+        state.load_shared(saved.shared)
+        replicas.run(saved.step)
+        state.load_own(saved.own, world_size)
+
+    def story(self, config_text: str, world_size: int) -> str:
+        """For people: where the run goes on, and what is not as it was."""
+        saved = self.saved
+        lines = [f"goes on from {saved.path}: {saved.step} steps done, epoch {saved.epoch + 1}"]
+        lines += ranks_changed(len(saved.own), world_size)
+        lines += differences(saved.config_text, config_text)
+        return "\n  ".join(lines)
+
+
+def find_checkpoint(checkpoints: Checkpoints | None, where: str | Path) -> Resumption | None:
+    """The checkpoint that the run is to go on from, the same on all ranks; None: it begins at its beginning.
+
+    Raises:
+        CheckpointError: ``where`` names one that is not there, or none of those that are there is good.
+    """
+    if str(where) == "none":
+        return None
+    if checkpoints is None:
+        raise UsageError(f"resume={where}: a run without a run directory has no checkpoints; give run_dir")
+    saved = checkpoints.load(where)
+    return None if saved is None else Resumption(saved)
+
+
+def ranks_changed(before: int, now: int) -> Sequence[str]:
+    """What another number of ranks means."""
+    if before == now:
+        return []
+    return [
+        f"{before} ranks then, {now} now: each sample still comes once in the epoch, in batches of other samples, and "
+        f"every step sees {now / before:g} times as many; random numbers start anew. So the run is not the same to the "
+        "bit, and the learning rate may need another value."
+    ]
