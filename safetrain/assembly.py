@@ -11,7 +11,8 @@ from safetrain.activity import ACTIVITY
 from safetrain.audit import ReplicaAudit
 from safetrain.best import BestMetric
 from safetrain.build import check_optimizers
-from safetrain.data import Feed, build_feed
+from safetrain.data import build_feed
+from safetrain.feed import Feed
 from safetrain.keeping import Keeper
 from safetrain.parts import Parts, UserCode
 from safetrain.precision import Clip

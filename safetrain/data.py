@@ -1,16 +1,10 @@
-"""The loader of one rank, and the feed that the loop takes batches from.
-
-``build_loader`` gives any dataset or DataLoader the share of one rank (sampling.py, shares.py), seeds that differ where
-they must (seeding.py), and loader workers that die with their rank. ``Feed`` walks through it epoch by epoch and never
-raises what a dataset raises: an error is something that the ranks decide on together.
-"""
+"""The loader of one rank: any dataset or DataLoader with the share of this rank (sampling.py, shares.py), seeds that
+differ where they must (seeding.py), and loader workers that die with their rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -19,14 +13,11 @@ from safetrain.batches import count_samples, move
 from safetrain.comm import Comm
 from safetrain.config import Loader
 from safetrain.errors import DataError, UsageError
-from safetrain.legs import Leg
-from safetrain.sampling import Place, Plan, plan_batches
-from safetrain.seeding import derive_seed, generator_states, restore_generators
+from safetrain.feed import Feed, Fetched
+from safetrain.sampling import Place, plan_batches
 from safetrain.shares import MapShare, StreamShare, start_worker
 
 __all__ = ["Feed", "Fetched", "build_feed", "build_loader", "count_samples", "move"]
-
-_END = object()  # no batch: what next() gives after the last one
 
 
 def build_loader(
@@ -85,198 +76,6 @@ def build_feed(data: Dataset[Any] | DataLoader[Any], options: Loader, comm: Comm
     """This rank's batches of ``data``, on its device."""
     place = {"rank": comm.rank, "world_size": comm.world_size, "seed": seed}
     return Feed(build_loader(data, options, train=train, **place), comm.device)
-
-
-class Fetched(NamedTuple):
-    """What a feed gave: a batch (with its samples, where they can be counted), an error, or the epoch's end."""
-
-    batch: Any = None
-    samples: int | None = None
-    error: Exception | None = None
-    empty: bool = False
-
-
-class Position(NamedTuple):
-    """Where a rank stands in an epoch.
-
-    Attributes:
-        batches: taken by this rank, of its share of what ``legs`` have left.
-        legs: what was taken before by other ranks than now, or in other batches.
-        random: where the generators were before the batch that is fetched ahead; None: that draws from none of them.
-    """
-
-    epoch: int
-    batches: int
-    legs: tuple[Leg, ...] = ()
-    random: Mapping[str, Any] | None = None
-
-
-class Sharing(NamedTuple):
-    """How takers take turns over an epoch's order, ``items_per_batch`` of its items at a time."""
-
-    countable: bool  # whether it is known from the takers' batches which items are left
-    takers: int
-    items_per_batch: int
-    seed: int
-    shuffled: bool | None  # by safetrain; None: the order is the user's
-    samples: int | None
-
-
-class Feed:
-    """One rank's batches, epoch by epoch, on its device.
-
-    Attributes:
-        batch_size: samples of a full batch; None where the user's loader does not say.
-        remembers: note what the batch that is fetched ahead draws from: set before a window that ends in a checkpoint.
-    """
-
-    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
-        """Take batches from a loader made by ``build_loader``."""
-        if not isinstance(loader.dataset, (MapShare, StreamShare)):
-            raise UsageError("Feed takes a loader made by build_loader: only that one knows its rank's share")
-        self._loader = loader
-        self._share = loader.dataset
-        self._plan = loader.sampler if isinstance(loader.sampler, Plan) else None
-        self._device = device
-        self._batches: Iterator[Any] | None = None
-        self._ahead: Fetched | None = None
-        self._random_before_ahead: Mapping[str, Any] | None = None
-        self._resume_at: Position | None = None
-        self._position = Position(0, 0)
-        self._memory_at_start: list[Any] = []
-        self.remembers = False
-        self.batch_size: int | None = self._share.batch_size
-
-    @property
-    def batches_per_epoch(self) -> int | None:
-        """Batches of a whole epoch on this rank; None for streams, and for a sampler without a length."""
-        try:
-            return None if self._plan is None else len(self._plan)
-        except TypeError:
-            return None
-
-    @property
-    def shared_samples(self) -> int | None:
-        """Of the dataset that safetrain splits over ranks: must be equal on all ranks. None elsewhere."""
-        return None if self._plan is None else self._plan.shared_samples
-
-    @property
-    def order_digest(self) -> int | None:
-        """Of a rank-unaware sampler's order: must be equal on all ranks once an epoch has begun. None elsewhere."""
-        return None if self._plan is None else self._plan.order_digest
-
-    def begin_epoch(self, epoch: int, skip_batches: int = 0) -> None:
-        """Start an epoch, without its first ``skip_batches`` batches. Fetches the first batch ahead.
-
-        A map-style dataset is not asked for the skipped ones; a stream has to be read through them. What goes wrong is
-        the error of the next ``take``.
-        """
-        if self._resume_at is None:
-            self._begin(Position(epoch, skip_batches))
-            return
-        position, self._resume_at = self._resume_at, None
-        if position.epoch != epoch:
-            raise UsageError(f"begin_epoch({epoch}): the feed was to go on in epoch {position.epoch}")
-        outside = generator_states()
-        self._begin(position)
-        restore_generators(outside)  # the batch ahead was drawn before these came to be where they are
-
-    def resume_at(self, position: Position) -> None:
-        """Let the next ``begin_epoch`` go on where another process was: the same batches come, with the same draws."""
-        self._resume_at = position
-
-    def _begin(self, position: Position) -> None:
-        self._position, self._memory_at_start = position, self.memory()
-        self._ahead = None
-        self._batches = iter(())  # first: workers of an epoch left early go before new ones come
-        try:
-            self._batches = self._start(position)
-        except Exception as error:  # noqa: BLE001 - handed on, so that all ranks decide on it
-            self._ahead = Fetched(error=error)
-        if position.random is not None:
-            restore_generators(position.random)
-        self.look_ahead()
-        self._random_before_ahead = position.random
-
-    def _start(self, position: Position) -> Iterator[Any]:
-        loader, place = self._loader, self._share.place
-        epoch, skip_batches, legs, _ = position
-        if isinstance(self._share, StreamShare):
-            self._share.set_epoch(epoch, legs)
-        else:
-            self._share.set_epoch(epoch)
-        if self._plan is not None:
-            self._plan.set_epoch(epoch, skip_batches, legs)
-            skip_batches = 0
-        assert loader.generator is not None
-        workers_start_in = 0 if loader.persistent_workers else epoch  # a resumed run starts them anew, with equal seeds
-        loader.generator.manual_seed(derive_seed(place.seed, "workers", place.rank, workers_start_in))
-        batches = iter(loader)
-        for _ in range(skip_batches):
-            with suppress(Exception):  # the ranks have decided on it when it was read first
-                next(batches, None)
-        return batches
-
-    def look_ahead(self) -> bool:
-        """Fetch one batch to the device and keep it for ``take``: False when this rank has no more in this epoch."""
-        if self._ahead is None:
-            draws_here = self.remembers and self._loader.num_workers == 0
-            self._random_before_ahead = generator_states() if draws_here else None
-            self._ahead = self._fetch()
-        return not self._ahead.empty
-
-    def take(self) -> Fetched:
-        """The next batch, on the device. What dataset, sampler, loader worker or move raised is in ``error``."""
-        fetched, self._ahead = self._ahead or self._fetch(), None
-        self._position = self._position._replace(batches=self._position.batches + (not fetched.empty))
-        return fetched
-
-    @property
-    def position(self) -> Position:
-        """Where this rank stands in its epoch; exact to the draws of the batch that is fetched ahead, if ``remembers``
-        was true when it was."""
-        return self._position._replace(random=self._random_before_ahead)
-
-    def memory(self, *, at_start: bool = False) -> list[Any]:
-        """What samplers keep from epoch to epoch, as it is now, or as it was when this epoch began."""
-        if at_start:
-            return self._memory_at_start
-        return [] if self._plan is None else self._plan.memory()
-
-    def restore_memory(self, memory: Sequence[Any]) -> None:
-        """Before ``begin_epoch``."""
-        if self._plan is not None:
-            self._plan.restore_memory(memory)
-
-    @property
-    def sharing(self) -> Sharing:
-        """How an epoch's order is shared out: where two runs agree in it, a position in the one holds in the other."""
-        place, share, plan = self._share.place, self._share, self._plan
-        if plan is not None:
-            return Sharing(
-                plan.shares_out, place.world_size, plan.items_per_batch, place.seed, plan.shuffled, plan.shared_samples
-            )
-        assert isinstance(share, StreamShare)
-        workers = self._loader.num_workers
-        # several workers end at different batches: how much each of them has read is not known from outside
-        countable = not share.splits_itself and workers <= 1
-        return Sharing(countable, place.world_size * max(1, workers), share.batch_size or 1, place.seed, None, None)
-
-    def _fetch(self) -> Fetched:
-        if self._batches is None:
-            raise UsageError("Feed.begin_epoch(epoch) comes before the first batch")
-        try:
-            batch = next(self._batches, _END)
-            if batch is _END:
-                return Fetched(empty=True)
-            batch = move(batch, self._device, non_blocking=self._loader.pin_memory)
-            return Fetched(batch, count_samples(batch))
-        except Exception as error:  # noqa: BLE001 - handed on, so that all ranks decide on it
-            if "Original Traceback" in str(error):
-                # The worker's traceback is in the text. The one of here closes a cycle over torch's iterator, which
-                # would then be torn down in disorder and wait 5 s for each of its workers.
-                error.__traceback__ = None
-            return Fetched(error=error)
 
 
 def _plain_loader(dataset: Dataset[Any], options: Loader, place: Place) -> DataLoader[Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from safetrain.data import Feed, Position, Sharing
 from safetrain.errors import CheckpointError
+from safetrain.feed import Feed, Position, Sharing
 
 
 class FeedState:

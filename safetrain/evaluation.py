@@ -15,8 +15,8 @@ from torch import nn
 from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
 from safetrain.contain import Share
-from safetrain.data import Feed, Fetched
 from safetrain.errors import DataError, PeerFailed, RankFailed
+from safetrain.feed import Feed, Fetched
 from safetrain.metrics import MetricLog
 from safetrain.precision import Precision
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from safetrain.activity import ACTIVITY
 from safetrain.best import BestMetric
 from safetrain.config import Checkpoint
-from safetrain.data import Feed
+from safetrain.feed import Feed
 from safetrain.report import Reporter
 from safetrain.snapshot import Snapshot
 from safetrain.state import RunState

@@ -24,10 +24,10 @@ class RunInfo:
     steps_per_epoch: int | None  # None: the data set has no length
     max_steps: int | None
     start_step: int
-    start_events: int  # told before start_step, by earlier processes of this run
     config_text: str  # the resolved config as YAML
     device: str
     parameters: int
+    start_events: int = 0  # told up to start_step, by earlier processes of this run
 
     @property
     def total_steps(self) -> int | None:

@@ -13,8 +13,8 @@ from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Vote, fingerprint
 from safetrain.comm import Comm
 from safetrain.contain import Loss, Share
-from safetrain.data import Feed
 from safetrain.errors import RankFailed, RanksDiffer, UsageError
+from safetrain.feed import Feed
 from safetrain.metrics import MetricLog
 from safetrain.policies import Policies
 from safetrain.precision import Precision

@@ -16,7 +16,7 @@ from safetrain.observer import Event, Observer, RunInfo
 from safetrain.window import WindowResult
 
 if TYPE_CHECKING:
-    from safetrain.data import Feed
+    from safetrain.feed import Feed
     from safetrain.trainer import Trainer
 
 

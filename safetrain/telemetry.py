@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from safetrain.observer import Event, Observer, RunInfo
@@ -28,9 +29,12 @@ class EventLog:
         if run.rank != 0 or run.run_dir is None:
             return
         run.run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run.run_dir / "events.jsonl").open("a", buffering=1, encoding="utf-8")
+        path = run.run_dir / "events.jsonl"
+        _cut_off_events(path, run.start_events)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
         facts = asdict(run) | {"run_dir": str(run.run_dir)}
         del facts["config_text"], facts["rank"]  # config.yaml lies beside it; a run has many ranks
+        del facts["start_events"]  # it counts lines of this file
         self._write({"kind": "start", **facts})
 
     def step(self, step: int, epoch: int) -> None:
@@ -67,6 +71,8 @@ class TensorBoard:
         pass
 
     def event(self, event: Event) -> None:
+        if self._writer is not None and event.kind == "checkpoint":
+            self._writer.flush()  # the run that goes on from it draws only what comes after
         if self._run is None or not event.metrics:
             return
         if self._writer is None:
@@ -85,8 +91,24 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter  # 1 s to import: not before the first step
 
         assert run.run_dir is not None
-        # curves of a resumed run: what an earlier process drew beyond this step is cut off
-        purge_step = run.start_step + 1 if run.start_step else None
-        writer = SummaryWriter(str(run.run_dir / "tensorboard"), purge_step=purge_step, flush_secs=self._flush_s)
+        folder = run.run_dir / "tensorboard"
+        # what an earlier process drew beyond the step from which this one goes on is cut off
+        purge_step = run.start_step + 1 if folder.exists() else None
+        writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=self._flush_s)
         writer.add_text("config", f"```yaml\n{run.config_text}\n```", run.start_step)
         return writer
+
+
+def _cut_off_events(path: Path, keep: int) -> None:
+    """Leave the first ``keep`` events, and every start: what came after them, the run is about to tell again."""
+    if not path.exists():
+        return
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        is_start = '"kind": "start"' in line
+        if line.endswith("\n") and (is_start or keep > 0):  # a process that was killed may have left half a line
+            kept.append(line)
+            keep -= not is_start
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(kept), encoding="utf-8")
+    draft.replace(path)

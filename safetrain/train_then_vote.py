@@ -7,8 +7,8 @@ import logging
 from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Tally
 from safetrain.contain import OWN_BACKWARD, Loss, Share, place_of, run_training_step
-from safetrain.data import Fetched
 from safetrain.errors import SkipBatch, UsageError
+from safetrain.feed import Fetched
 from safetrain.parts import Parts
 
 logger = logging.getLogger("safetrain")

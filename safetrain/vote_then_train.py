@@ -13,8 +13,8 @@ import torch
 from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Tally
 from safetrain.contain import OWN_BACKWARD, Loss, Share, place_of
-from safetrain.data import Fetched
 from safetrain.errors import UsageError
+from safetrain.feed import Fetched
 from safetrain.parts import Parts
 
 

@@ -20,6 +20,7 @@ from safetrain.testing import run_ranks
 from tests.ranks.memory_checkpoints import MemoryCheckpoints
 from tests.ranks.toys import CLASSES, FEATURES, momentum_sgd, samples
 
+_one_cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.2)
 _NOT_EXACT = "train/samples_per_s"
 
 
@@ -111,7 +112,7 @@ class Setting:
     accumulate: int = 1
     workers: int = 0
     precision: type[Precision] = FP32
-    scheduler: Any = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.2)
+    scheduler: Any = _one_cycle
     every_steps: int | None = 3
 
 
