@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from torch.utils.data import Dataset
 import safetrain
 from safetrain.comm import Comm
 from safetrain.observer import Event, RunInfo
-from safetrain.precision import FP32, Precision
+from safetrain.precision import FP16, FP32, Precision
+from safetrain.seeding import seed_generators
 from safetrain.testing import run_ranks
 from tests.ranks.memory_checkpoints import MemoryCheckpoints
 from tests.ranks.toys import CLASSES, FEATURES, momentum_sgd, samples
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 
 _one_cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.2)
 _NOT_EXACT = "train/samples_per_s"
@@ -57,7 +61,15 @@ class Recorder:
 
 
 class Cut(Exception):
-    """The run is cut here."""
+    """The run ends here."""
+
+
+class At(NamedTuple):
+    """A place to cut a run at."""
+
+    step: int
+    micro: int = 0  # of the window's micro-batches
+    validation: bool = False  # in the validation after this many steps
 
 
 @dataclass
@@ -67,22 +79,22 @@ class History:
     seen: list[tuple[int, list[int]]] = field(default_factory=list)  # (step, samples)
     told: list[Event] = field(default_factory=list)
 
-    def lines(self) -> list[Any]:
+    def lines(self) -> list[str]:
+        """Exact, with NaN equal to NaN."""
         kinds = ("train", "validation", "skip", "end")
         return [
-            (e.kind, e.step, e.epoch, {k: v for k, v in e.metrics.items() if k != _NOT_EXACT}, e.text)
+            f"{e.kind} {e.step} {e.epoch} { {k: v for k, v in e.metrics.items() if k != _NOT_EXACT} } {e.text}"
             for e in self.told
             if e.kind in kinds
         ]
 
 
 class Learner(safetrain.Trainer):
-    """Dropout, BatchNorm, and metrics of its own; raises ``Cut`` in a window, or in validation."""
+    """Dropout, BatchNorm, and metrics of its own."""
 
     history: History
     checkpoints: MemoryCheckpoints
-    cut_at: int | None = None
-    cut_in_validation = False
+    cut: At | None = None
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(
@@ -93,15 +105,16 @@ class Learner(safetrain.Trainer):
         return self.checkpoints
 
     def training_step(self, batch: Any) -> torch.Tensor:
-        if self.step == self.cut_at:
-            raise Cut
         x, y, index = batch
+        micro = sum(step == self.step for step, _ in self.history.seen)
+        if self.cut == (self.step, micro, False):
+            raise Cut
         self.history.seen.append((self.step, index.tolist()))
         self.log("inputs", x.mean())
         return F.cross_entropy(self.model(x), y)
 
     def validation_step(self, batch: Any) -> None:
-        if self.step == self.cut_at and self.cut_in_validation:
+        if self.cut is not None and self.cut.validation and self.cut.step == self.step:
             raise Cut
         x, y, _ = batch
         self.log("loss", F.cross_entropy(self.model(x), y, reduction="none"))
@@ -114,11 +127,12 @@ class Setting:
     precision: type[Precision] = FP32
     scheduler: Any = _one_cycle
     every_steps: int | None = 3
+    epoch_samples: int = 92
 
 
 def learner(setting: Setting, comm: Comm, history: History, checkpoints: MemoryCheckpoints, **given: Any) -> Learner:
     trainer = Learner(
-        train_data=Noisy(90),
+        train_data=Noisy(setting.epoch_samples),
         val_data=Noisy(20),
         optimizer=momentum_sgd,
         scheduler=setting.scheduler,
@@ -160,38 +174,61 @@ def assert_equal(a: Any, b: Any, where: str = "") -> None:
 
 
 def straight(setting: Setting, comm: Comm) -> tuple[dict[str, Any], History]:
+    """The run that is not cut."""
     history = History()
     trainer = learner(setting, comm, history, MemoryCheckpoints(comm))
     trainer.fit()
     return final(trainer), history
 
 
-def cut_and_resumed(setting: Setting, comm: Comm, cuts: list[int], **how: Any) -> tuple[dict[str, Any], History]:
-    """Cut in each of the windows ``cuts``, and each time go on from the newest checkpoint in a new trainer."""
-    history, steps = History(), {}
+def cut_and_resumed(setting: Setting, comm: Comm, cuts: Sequence[At]) -> tuple[dict[str, Any], History]:
+    """The run that is cut at each of ``cuts``, and each time goes on from its newest checkpoint in a new trainer."""
+    history, steps = History(), dict[int, bytes]()
     for cut in [*cuts, None]:
-        checkpoints = MemoryCheckpoints(comm, steps)
-        torch.manual_seed(comm.rank + 77)  # a new process is anywhere
-        trainer = learner(setting, comm, history, checkpoints, resume="auto")
-        trainer.cut_at = cut
-        for name, value in how.items():
-            setattr(trainer, name, value)
-        if cut is not None:
+        seed_generators(comm.rank + 77)  # a new process is anywhere
+        trainer = learner(setting, comm, history, MemoryCheckpoints(comm, steps), resume="auto")
+        trainer.cut = cut
+        if cut is None:
+            trainer.fit()
+        else:
             with pytest.raises((safetrain.RankFailed, safetrain.PeerFailed)):
                 trainer.fit()
-            start = max(steps, default=0)
-            history.seen = [(step, index) for step, index in history.seen if step < start]
-        else:
-            trainer.fit()
+            history.seen = [(step, batch) for step, batch in history.seen if step < max(steps, default=0)]
     return final(trainer), history
 
 
-def test_mid_epoch_on_one_rank() -> None:
-    def work(comm: Comm) -> None:
-        expected, whole = straight(Setting(), comm)
-        found, history = cut_and_resumed(Setting(), comm, [7])
-        assert_equal(found, expected)
+def assert_exact(setting: Setting, cuts: Sequence[At], world_size: int) -> None:
+    def work(comm: Comm) -> int:
+        expected, whole = straight(setting, comm)
+        found, history = cut_and_resumed(setting, comm, cuts)
         assert history.seen == whole.seen
         assert history.lines() == whole.lines()
+        assert_equal(found, expected)
+        return found["step"]
 
-    run_ranks(work, 1)
+    steps = run_ranks(work, world_size, timeout_s=100)
+    assert steps[0] > max(cut.step for cut in cuts)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("precision", [FP32, FP16])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_cut_inside_an_epoch(world_size: int, precision: type[Precision], workers: int, accumulate: int) -> None:
+    setting = Setting(accumulate=accumulate, workers=workers, precision=precision)
+    assert_exact(setting, [At(8, micro=accumulate - 1)], world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        [At(1)],  # before the first checkpoint
+        [At(12, validation=True)],  # at the end of the first epoch of two ranks
+        [At(3), At(3), At(4)],  # in the window after a checkpoint
+        [At(2), At(7), At(14), At(20), At(23)],
+    ],
+    ids=["at_the_start", "in_validation", "at_a_checkpoint", "five_times"],
+)
+def test_cut_anywhere(world_size: int, cuts: list[At]) -> None:
+    assert_exact(Setting(epoch_samples=92 // 2 * world_size), cuts, world_size)
