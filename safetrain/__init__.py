@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from safetrain.comm import Comm as Comm
     from safetrain.config import Audit as Audit
+    from safetrain.config import Checkpoint as Checkpoint
     from safetrain.config import Loader as Loader
     from safetrain.config import Loop as Loop
     from safetrain.config import Watchdog as Watchdog
     from safetrain.contain import Loss as Loss
     from safetrain.debugger import breakpoint as breakpoint
+    from safetrain.errors import CheckpointError as CheckpointError
     from safetrain.errors import CommunicationError as CommunicationError
     from safetrain.errors import ConfigError as ConfigError
     from safetrain.errors import DataError as DataError
@@ -43,6 +45,8 @@ if not os.path.isdir(os.path.join(_HERE, "configs")):  # noqa: PTH112, PTH118
 
 _HOMES = {
     "Audit": "config",
+    "Checkpoint": "config",
+    "CheckpointError": "errors",
     "Comm": "comm",
     "CommunicationError": "errors",
     "ConfigError": "errors",

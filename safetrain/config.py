@@ -132,6 +132,37 @@ class Audit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When the state of a run is saved, which checkpoints are kept, and what to do when one can't be written; see
+    safetrain/checkpoint.py."""
+
+    every_steps: int | None = None
+    every_minutes: float | None = 10
+    every_epochs: int | None = 1
+    at_end: bool = True
+    keep_last: int | None = 3
+    """Newest checkpoints that stay; None: all."""
+    keep_best: int = 1
+    """Best checkpoints that stay as well."""
+    metric: str | None = None
+    """What is best, such as ``val/accuracy``; by default the run's ``metric``."""
+    mode: Literal["max", "min"] = "max"
+    asynchronous: bool = True
+    """Hold training for a copy in memory only, and write beside it."""
+    on_error: Literal["warn", "stop"] = "warn"
+    max_failures: int = 3
+    """Saves in a row that may fail under ``warn``; the next one that does ends the job."""
+    timeout_s: float = 1800
+    """Longest time that a save, or a load, may take."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "checkpoint")
+        at_least(self, "checkpoint", 1, "every_steps", "every_epochs", "keep_last")
+        at_least(self, "checkpoint", 0, "keep_best", "max_failures")
+        more_than_zero(self, "checkpoint", "every_minutes", "timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Policy:
     """What to do when a step does not go as planned; see safetrain/policies.py."""
 
@@ -169,6 +200,7 @@ class Config:
     launch: Launch = field(default_factory=Launch)
     watchdog: Watchdog = field(default_factory=Watchdog)
     audit: Audit = field(default_factory=Audit)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     env: Mapping[str, Any] = field(default_factory=dict)
     """Environment variables of the ranks."""
     seed: int = 0

@@ -4,6 +4,7 @@ SafetrainError
 ├── ConfigError            a key, a type or a value of the config; found before a process starts
 ├── UsageError             the API used in a way that cannot train right; says what to do instead
 ├── DataError              the data set or the loader cannot give what training needs
+├── CheckpointError        a checkpoint can't be written, or is not what was written
 ├── CommunicationError     a collective failed: a peer is gone, or the ballot came back damaged
 ├── RankFailed             this rank's user code failed; raised ``from`` the user's own exception
 ├── PeerFailed             another rank failed; this rank stopped at the same step
@@ -33,6 +34,10 @@ class UsageError(SafetrainError):
 
 class DataError(SafetrainError):
     """A data set or a loader cannot give what training needs."""
+
+
+class CheckpointError(SafetrainError):
+    """A checkpoint can't be written, or can't be read as what was written."""
 
 
 class CommunicationError(SafetrainError):
