@@ -126,7 +126,7 @@ class Checkpoints:
         with ACTIVITY.within("load_checkpoint", limit_s):
             problem = ""
             try:
-                saved = _read(*choice)
+                saved = read(*choice)
             except CheckpointError as error:
                 problem = f"rank {comm.rank}: {error}"
             if problems := list(filter(None, comm.gather(problem))):
@@ -186,7 +186,12 @@ def find(path: Path) -> tuple[Path, Manifest]:
     return path, manifest
 
 
-def _read(path: Path, manifest: Manifest) -> Saved:
+def read(path: Path, manifest: Manifest) -> Saved:
+    """What ``find`` found.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
     return Saved(
         path=path,
         step=manifest.step,

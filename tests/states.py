@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
+from safetrain import tree
+from safetrain.shelf import Keep, Shelf
 from safetrain.snapshot import Snapshot
+from safetrain.writer import Job, Writer
 
 
 def shared_state(step: int, width: int = 8) -> dict[str, Any]:
@@ -48,6 +53,25 @@ def own_state(step: int, rank: int) -> dict[str, Any]:
 
 def snapshot(step: int, rank: int = 0, width: int = 8) -> Snapshot:
     return Snapshot(step, step // 10, shared_state(step, width), own_state(step, rank), f"name: step {step}\n")
+
+
+def checkpoint_at(
+    folder: Path,
+    step: int,
+    *,
+    shared: dict[str, Any] | None = None,
+    keep: Keep | None = None,
+    metric: float | None = None,
+) -> Path:
+    """Write a checkpoint of one rank, in this thread."""
+    structure, tensors = tree.split(shared_state(step) if shared is None else shared)
+    job = Job(step, step // 10, metric, f"name: step {step}\n", structure, tensors, own_state(step, 0))
+    writer = Writer(Shelf(folder, keep), HashStore(), 0, 1, timeout_s=60)
+    writer.start(job)
+    outcome = writer.wait(60)
+    assert outcome is not None
+    assert not outcome.error, outcome.error
+    return Path(outcome.path)
 
 
 def assert_equal(one: Any, other: Any, where: str = "state") -> None:
