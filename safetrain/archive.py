@@ -1,0 +1,100 @@
+"""The files of one checkpoint: what they are called and how they are written and read. Nothing here talks to a rank.
+
+    __0_0.distcp, .metadata   the tensors all ranks share, in the format of torch.distributed.checkpoint
+    structure.pt              the nested dicts around them, with all values that are no tensors
+    rank_<n>.pt               what is rank n's alone
+
+Everything is read to the CPU: a tensor that went back to the GPU it came from would take memory on that of rank 0.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from safetrain import tree
+from safetrain.errors import CheckpointError
+
+STRUCTURE = "structure.pt"
+# the tensors are one rank's alone to write, which torch takes for an accident
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+
+_NUMPY = [
+    np.ndarray, np.dtype, *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
+    np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0],
+]  # fmt: skip  # what arrays and their scalars are made of, beside what torch.load trusts by itself
+
+_UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, CheckpointException)
+
+
+def write_shared(folder: Path, structure: Any, tensors: Mapping[str, torch.Tensor]) -> list[Path]:
+    """Write what ``tree.split`` gave; returns the files."""
+    torch.save(structure, folder / STRUCTURE)
+    before = set(folder.iterdir())
+    # not synchronised here: whoever seals the files does it, once
+    save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=True)
+    return [folder / STRUCTURE, *sorted(set(folder.iterdir()) - before)]
+
+
+def read_shared(folder: Path, part: str | None = None) -> dict[str, Any]:
+    """What ``write_shared`` wrote, or only what is under one of its keys.
+
+    Raises:
+        CheckpointError: it can't be read, or there is no such key.
+    """
+    with _reading(folder):
+        structure = _load(folder / STRUCTURE)
+        if part is not None:
+            if part not in structure:
+                raise CheckpointError(f"{folder} has no {part}; it has {', '.join(structure)}")
+            structure = {part: structure[part]}
+        return tree.join(structure, lambda tensors: _fill(folder, tensors))
+
+
+def write_own(folder: Path, rank: int, own: Mapping[str, Any]) -> Path:
+    """Write what is this rank's; returns the file."""
+    path = own_file(folder, rank)
+    torch.save(own, path)
+    return path
+
+
+def read_own(folder: Path, rank: int) -> dict[str, Any]:
+    """
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    with _reading(folder):
+        return _load(own_file(folder, rank))
+
+
+def own_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank}.pt"
+
+
+def _fill(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    if tensors:
+        load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+
+
+def _load(path: Path) -> Any:
+    with torch.serialization.safe_globals(_NUMPY):
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise CheckpointError(f"{folder} can't be read: {type(error).__name__}: {error}") from error

@@ -1,0 +1,197 @@
+"""The thread that writes checkpoints beside training, and how those of all ranks meet: on the store, in no collective.
+
+Rank 0's leads: it makes the folder and says which, writes what all ranks share, hears from each rank how its own file
+fared, commits, and tells all how it ended. So every rank counts the same successes and failures.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from safetrain import __version__, archive
+from safetrain.durable import sync
+from safetrain.errors import CheckpointError
+from safetrain.manifest import Manifest, Seal
+from safetrain.shelf import Shelf
+
+logger = logging.getLogger("safetrain")
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1  # between two looks at the store
+_GRACE_S = 10.0  # rank 0 gives up first, and says why
+
+
+class KeyValueStore(Protocol):
+    """What of torch's store is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def delete_key(self, key: str) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank's part of one checkpoint; nothing in it may change any more.
+
+    Attributes:
+        structure, tensors: what all ranks share (see tree.split); empty but on rank 0, which writes it.
+    """
+
+    step: int
+    epoch: int
+    metric: float | None
+    config_text: str
+    structure: Any
+    tensors: Mapping[str, torch.Tensor]
+    own: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended, the same on all ranks: ``path`` of the checkpoint, or ``error``."""
+
+    step: int
+    path: str = ""
+    error: str = ""
+
+
+class Writer:
+    """One rank's. All ranks start the same jobs in the same order, one at a time."""
+
+    def __init__(self, shelf: Shelf, store: KeyValueStore, rank: int, world_size: int, timeout_s: float) -> None:
+        self._shelf, self._store, self._timeout_s = shelf, store, timeout_s
+        self._rank, self._world_size = rank, world_size
+        self._number = 0
+        self._outcome: Outcome | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, job: Job) -> None:
+        """Begin to write; the one before has been waited for."""
+        self._number += 1
+        self._outcome = None
+        self._thread = threading.Thread(target=self._run, args=(job,), name="safetrain-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self, limit_s: float) -> Outcome | None:
+        """How the last job ended, once; None where there was none, or it has not ended within ``limit_s``."""
+        if self._thread is None:
+            return None
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            return None
+        self._thread = None
+        return self._outcome
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self, job: Job) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            self._outcome = self._lead(job, deadline) if self._rank == 0 else self._follow(job, deadline + _GRACE_S)
+        except Exception as error:  # noqa: BLE001  a thread has no caller: the loop takes it up at the next save
+            self._outcome = Outcome(job.step, error=self._in_words(error))
+
+    def _lead(self, job: Job, deadline: float) -> Outcome:
+        draft = None
+        began = time.monotonic()
+        try:
+            draft = self._shelf.begin(job.step)
+            self._say("draft", {"name": draft.name})
+            files = archive.write_shared(draft, job.structure, job.tensors)
+            files.append(archive.write_own(draft, 0, job.own))
+            seals = {file.name: _sealed(file) for file in files}
+            for rank in range(1, self._world_size):
+                heard = self._hear(f"rank_{rank}", deadline, f"rank {rank} has not written its part in time")
+                seals[archive.own_file(draft, rank).name] = Seal(**heard)
+            self._forget()
+            path = self._shelf.commit(draft, self._manifest(job, seals))
+            outcome = Outcome(job.step, path=str(path))
+            logger.info("checkpoint of step %d written in %.1f s: %s", job.step, time.monotonic() - began, path)
+        except Exception as error:  # noqa: BLE001  whatever it is, all ranks must hear of it
+            outcome = Outcome(job.step, error=self._in_words(error))
+            if draft is None:
+                self._say("draft", {"error": outcome.error})
+            else:
+                self._shelf.discard(draft)
+            logger.warning("%s; earlier checkpoints are as they were", outcome.error)
+        self._say("done", {"path": outcome.path, "error": outcome.error})
+        return outcome
+
+    def _follow(self, job: Job, deadline: float) -> Outcome:
+        draft = self._shelf.folder / self._hear("draft", deadline, "rank 0 has not begun in time")["name"]
+        try:
+            file = archive.write_own(draft, self._rank, job.own)
+            self._say(f"rank_{self._rank}", asdict(_sealed(file)))
+        except Exception as error:  # noqa: BLE001  whatever it is, rank 0 waits for it
+            self._say(f"rank_{self._rank}", {"error": self._in_words(error, draft)})
+        return Outcome(job.step, **self._hear("done", deadline, "rank 0 has not finished in time", failed=False))
+
+    def _manifest(self, job: Job, seals: dict[str, Seal]) -> Manifest:
+        return Manifest(
+            serial=self._shelf.next_serial(),
+            step=job.step,
+            epoch=job.epoch,
+            world_size=self._world_size,
+            metric=job.metric,
+            config_text=job.config_text,
+            files=seals,
+            versions={"safetrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        )
+
+    # --- on the store -----------------------------------------------------------------------------------------------
+
+    def _say(self, topic: str, facts: Mapping[str, Any]) -> None:
+        self._store.set(f"{self._number}/{topic}", json.dumps(facts))
+
+    def _hear(self, topic: str, deadline: float, otherwise: str, *, failed: bool = True) -> dict[str, Any]:
+        """What was said. Looks now and then: a wait in torch's store that runs out prints warnings.
+
+        Raises:
+            CheckpointError: nothing was, or (``failed``) an error.
+        """
+        key, pause_s = f"{self._number}/{topic}", _SHORTEST_PAUSE_S
+        while not self._store.check([key]):
+            if time.monotonic() >= deadline:
+                raise CheckpointError(f"{otherwise} (checkpoint.timeout_s={self._timeout_s:g})")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        facts: dict[str, Any] = json.loads(self._store.get(key))
+        if failed and "error" in facts:
+            raise CheckpointError(facts["error"])
+        return facts
+
+    def _forget(self) -> None:
+        """Delete what nobody will read any more: all ranks were heard, so they are past the save before this one."""
+        for rank in range(1, self._world_size):
+            self._store.delete_key(f"{self._number}/rank_{rank}")
+        for topic in ("draft", "done"):
+            self._store.delete_key(f"{self._number - 1}/{topic}")
+
+    def _in_words(self, error: Exception, draft: Path | None = None) -> str:
+        if isinstance(error, CheckpointError):
+            return str(error)
+        text = f"rank {self._rank} on {socket.gethostname()} can't write a checkpoint: {type(error).__name__}: {error}"
+        if draft is not None and not draft.exists():
+            text += f". It does not see {draft.parent}: checkpoints need a folder that all machines share"
+        return text
+
+
+def _sealed(file: Path) -> Seal:
+    seal = Seal.of(file)
+    sync(file)
+    return seal
