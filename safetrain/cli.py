@@ -22,6 +22,7 @@ from safetrain.catalog import recipes
 from safetrain.checks import nearest
 from safetrain.errors import ConfigError, SafetrainError, UsageError
 from safetrain.rank_log import fresh_line
+from safetrain.run_dir import occupied
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -114,10 +115,11 @@ def train(config: Config) -> float | None:
     from safetrain.launch import launch, number_of_ranks
 
     ranks, run_dir = number_of_ranks(config), Path(config.run_dir)
-    _prepare(config)
-    print(f"{config.name}: {ranks} rank{'s' if ranks > 1 else ''}, {_shown(run_dir)}", flush=True)
-    env = {name: str(value) for name, value in config.env.items()}
-    ended = launch(run_dir / "config.yaml", ranks, grace_s=config.launch.grace_s, env=env)
+    with occupied(run_dir):
+        _prepare(config)
+        print(f"{config.name}: {ranks} rank{'s' if ranks > 1 else ''}, {_shown(run_dir)}", flush=True)
+        env = {name: str(value) for name, value in config.env.items()}
+        ended = launch(run_dir / "config.yaml", ranks, grace_s=config.launch.grace_s, env=env)
     result = run_dir / "result.json"
     if not ended.ok or not result.exists():
         story = summary(run_dir, ranks, ended.exits)

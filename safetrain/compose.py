@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetrain.config import Config
 from safetrain.environ import environment
 from safetrain.errors import ConfigError, SafetrainError
 from safetrain.explain import COMPOSITION_ERRORS, explain
+from safetrain.run_dir import choose_run_dir
 from safetrain.targets import check_targets, import_target
 
 
@@ -45,7 +45,7 @@ def for_each_job(job: Callable[[DictConfig], float | None]) -> None:
             return None
 
     sys.argv[0] = "python -m safetrain"
-    OmegaConf.register_new_resolver("run_dir", _claim_run_dir, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("run_dir", choose_run_dir, use_cache=True, replace=True)
     try:
         with environment({"HYDRA_FULL_ERROR": "1"}):  # Hydra then raises its errors; else it prints them and exits
             hydra.main(config_path="pkg://safetrain.configs", config_name="train", version_base="1.3")(task)()
@@ -106,24 +106,11 @@ def _check_what_it_builds(config: Config) -> None:
             raise ConfigError(f"{key}: {error}") from error
 
 
-def _claim_run_dir(parent: str) -> str:
-    """Make and return ``parent/<date>_<time>``, a new one even where another job took that name in this second."""
-    Path(parent).mkdir(parents=True, exist_ok=True)
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
-    attempt = 1
-    while True:
-        claimed = Path(parent, stamp if attempt == 1 else f"{stamp}_{attempt}")
-        try:
-            claimed.mkdir()
-        except FileExistsError:
-            attempt += 1
-        else:
-            return str(claimed)
-
-
 def _discard_run_dir() -> None:
     """Remove what Hydra wrote for a job that does not start, and the folders that this leaves empty."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if (run_dir / "checkpoints").exists():  # it was there before, and is worth something
+        return
     shutil.rmtree(run_dir / ".hydra", ignore_errors=True)
     here = Path.cwd()
     with suppress(OSError):  # something else is in it

@@ -203,6 +203,8 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     env: Mapping[str, Any] = field(default_factory=dict)
     """Environment variables of the ranks."""
+    resume: str = "none"
+    """``auto``: from the newest checkpoint in ``run_dir``, if there is one; or the path of a checkpoint or a run."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     metric: str | None = None

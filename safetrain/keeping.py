@@ -11,43 +11,18 @@ ahead within the window, and where the generators were before that must be noted
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 from safetrain.activity import ACTIVITY
 from safetrain.best import BestMetric
+from safetrain.checkpoint import Checkpoints
 from safetrain.config import Checkpoint
 from safetrain.feed import Feed
 from safetrain.report import Reporter
 from safetrain.snapshot import Snapshot
 from safetrain.state import RunState
 from safetrain.window import Window, WindowResult
-
-
-class Saved(Protocol):
-    """A checkpoint that was read: ``shared`` and ``own`` as in Snapshot, ``own`` by rank of the run that saved."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def shared(self) -> dict[str, Any]: ...
-    @property
-    def own(self) -> tuple[dict[str, Any], ...]: ...
-    @property
-    def config_text(self) -> str: ...
-
-
-class Checkpoints(Protocol):
-    """Where checkpoints go to."""
-
-    def save(self, snapshot: Snapshot, *, metric: float | None = None, wait: bool = False) -> None: ...
-    def finish(self) -> None: ...
-    def load(self, where: str | Path) -> Saved | None: ...
 
 
 class Keeper:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from safetrain.audit import ReplicaAudit
 from safetrain.best import BestMetric
+from safetrain.checkpoint import Checkpoints, Saved
 from safetrain.data_state import FeedState
 from safetrain.differences import differences
 from safetrain.errors import UsageError
 from safetrain.feed import Feed
-from safetrain.keeping import Checkpoints, Saved
 from safetrain.report import Reporter
 from safetrain.seeding import RankRandom
 from safetrain.state import (

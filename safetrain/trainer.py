@@ -17,12 +17,12 @@ from safetrain.activity import ACTIVITY
 from safetrain.assembly import Run, assemble
 from safetrain.batches import count_samples
 from safetrain.build import build_optimizers, build_schedulers
+from safetrain.checkpoint import Checkpoints
 from safetrain.comm import Comm, How
 from safetrain.config import Audit, Checkpoint, Loader, Loop, Watchdog
 from safetrain.contain import Loss
 from safetrain.errors import DataError, UsageError
 from safetrain.evaluation import evaluate
-from safetrain.keeping import Checkpoints
 from safetrain.metrics import MetricLog
 from safetrain.observer import Observer
 from safetrain.policies import Policies
@@ -153,7 +153,7 @@ class Trainer:
 
     def build_checkpoints(self) -> Checkpoints | None:
         """Where the state of the run goes; None: nowhere."""
-        return None
+        return None if self.run_dir is None else Checkpoints(self.run_dir / "checkpoints", self.comm, self.checkpoint)
 
     # --- what a user calls ------------------------------------------------------------------------------------------
 

@@ -80,6 +80,13 @@ def blueprint(config: Config) -> dict[str, Any]:
         "audit": {"_target_": "safetrain.config.Audit", **asdict(config.audit)},
         "policies": {"_target_": "safetrain.policies.Policies", **asdict(config.policy)},
         "watchdog": {"_target_": "safetrain.config.Watchdog", **asdict(config.watchdog)},
+        # what a sweeper is told is what tells the best checkpoint, unless the config says otherwise
+        "checkpoint": {
+            "_target_": "safetrain.config.Checkpoint",
+            **asdict(config.checkpoint),
+            "metric": config.checkpoint.metric or config.metric,
+        },
+        "resume": config.resume,
         "observers": [node for node in config.observers.values() if node is not None],
         "seed": config.seed,
         "device": config.device,

@@ -1,0 +1,78 @@
+"""The directory of a run: a new one for each job, or, for a job that resumes, that of the run it goes on with."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetrain.errors import UsageError
+
+_CHECKPOINTS, _LOCK = "checkpoints", ".lock"
+
+
+def choose_run_dir(parent: str, resume: str = "none") -> str:
+    """Where a job writes; the folder exists.
+
+    ``resume`` is ``auto``: the run below ``parent`` that was the last to save, of those that no job is working on. It
+    is the directory of a run: that one. Else, or where there is no such run, a new ``parent/<date>_<time>``.
+    """
+    if resume == "auto":
+        found = _last_saved(Path(parent))
+        return _new(Path(parent)) if found is None else str(found)
+    if resume != "none" and (Path(resume) / _CHECKPOINTS).is_dir():
+        return resume
+    return _new(Path(parent))
+
+
+@contextmanager
+def occupied(run_dir: Path) -> Iterator[None]:
+    """Keep other jobs out of ``run_dir``; the system lets go of it if this process dies, however it does.
+
+    Raises:
+        UsageError: another job is working on it.
+    """
+    with (run_dir / _LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UsageError(
+                f"another job ({lock.read() or 'just starting'}) is working in {run_dir}: wait until it has ended, or "
+                "choose another run_dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+        lock.flush()
+        yield
+
+
+def _new(parent: Path) -> str:
+    """Make ``parent/<date>_<time>``, a new one even where another job took that name in this second."""
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    attempt = 1
+    while True:
+        claimed = parent / (stamp if attempt == 1 else f"{stamp}_{attempt}")
+        try:
+            claimed.mkdir()
+        except FileExistsError:
+            attempt += 1
+        else:
+            return str(claimed)
+
+
+def _last_saved(parent: Path) -> Path | None:
+    saved = sorted(parent.glob(f"*/{_CHECKPOINTS}"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    return next((folder.parent for folder in saved if any(folder.glob("step_*")) and not _in_use(folder.parent)), None)
+
+
+def _in_use(run_dir: Path) -> bool:
+    try:
+        with occupied(run_dir):
+            return False
+    except UsageError:
+        return True
