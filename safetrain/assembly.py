@@ -84,7 +84,6 @@ def assemble(trainer: Trainer) -> Run:
     state = state_of(trainer, window, feed, val_feed, reporter, best)
     if resumption is not None:
         resumption.take_over(trainer, state, replicas)
-        reporter.note(trainer.step, trainer.epoch, resumption.story(trainer.config_text, comm.world_size))
     replicas.run(trainer.step)
     keeper = Keeper(
         state, best, window, feed, reporter, checkpoints, trainer.checkpoint,

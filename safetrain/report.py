@@ -118,9 +118,6 @@ class Reporter:
         """The state after ``step`` steps is about to be saved."""
         self._tell(Event("checkpoint", step, epoch))
 
-    def note(self, step: int, epoch: int, text: str) -> None:
-        self._tell(Event("note", step, epoch, text=text))
-
     def state_dict(self) -> dict[str, int]:
         return {"skipped_steps": self._skipped_steps, "events": self._events}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,8 @@ from safetrain.window import Window
 
 if TYPE_CHECKING:
     from safetrain.trainer import Trainer
+
+logger = logging.getLogger("safetrain")
 
 
 def state_of(
@@ -85,7 +87,7 @@ class Resumption:
         return int(self.saved.shared["report"]["events"])
 
     def take_over(self, trainer: Trainer, state: RunState, replicas: ReplicaAudit) -> None:
-        """Bring every part to where it was.
+        """Bring every part to where it was, and say what is not as it was.
 
         Inside an epoch its beginning is repeated first: what ``on_epoch_start`` sets up is there again, and what it
         changes in the state is put right. The replicas are compared before buffers that may differ do differ.
@@ -94,19 +96,19 @@ class Resumption:
             CheckpointError: naming the part that does not fit.
         """
         saved, world_size = self.saved, trainer.comm.world_size
+        if trainer.comm.rank == 0:
+            logger.info("goes on from %s: %d steps done, epoch %d", saved.path, saved.step, saved.epoch + 1)
+            changes = [
+                *ranks_changed(saved.world_size, world_size),
+                *differences(saved.config_text, trainer.config_text),
+            ]
+            if changes:
+                logger.warning("not all is as it was when %s was saved:\n  %s", saved.path.name, "\n  ".join(changes))
         if saved.shared["window"]["inside_epoch"]:
             trainer.on_epoch_start()
         state.load_shared(saved.shared)
         replicas.run(saved.step)
         state.load_own(saved.own, world_size)
-
-    def story(self, config_text: str, world_size: int) -> str:
-        """For people: where the run goes on, and what is not as it was."""
-        saved = self.saved
-        lines = [f"goes on from {saved.path}: {saved.step} steps done, epoch {saved.epoch + 1}"]
-        lines += ranks_changed(len(saved.own), world_size)
-        lines += differences(saved.config_text, config_text)
-        return "\n  ".join(lines)
 
 
 def find_checkpoint(checkpoints: Checkpoints | None, where: str | Path) -> Resumption | None:
@@ -123,7 +125,7 @@ def find_checkpoint(checkpoints: Checkpoints | None, where: str | Path) -> Resum
     return None if saved is None else Resumption(saved)
 
 
-def ranks_changed(before: int, now: int) -> Sequence[str]:
+def ranks_changed(before: int, now: int) -> list[str]:
     """What another number of ranks means."""
     if before == now:
         return []

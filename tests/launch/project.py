@@ -29,13 +29,13 @@ class Numbers(torch.utils.data.Dataset):
         return torch.full((4,), index / self.size)
 
 class Mine(safetrain.Trainer):
-    """Does ``fault`` on rank ``culprit`` at the second step."""
-    def __init__(self, *, fault="", culprit=0, **parts):
+    """Does ``fault`` on rank ``culprit`` at step number ``at``."""
+    def __init__(self, *, fault="", culprit=0, at=1, **parts):
         super().__init__(**parts)
-        self.fault, self.culprit = fault, culprit
+        self.fault, self.culprit, self.at = fault, culprit, at
     def training_step(self, batch):
         Path(self.run_dir, f"stepping_{self.comm.rank}").touch()
-        if self.step == 1 and self.comm.rank == self.culprit and self.fault:
+        if self.step == self.at and self.comm.rank == self.culprit and self.fault:
             getattr(self, self.fault)()
         return self.model(batch).square().mean()
     def validation_step(self, batch):
@@ -60,7 +60,7 @@ class Mine(safetrain.Trainer):
 '''
 _RECIPE = """# @package _global_
 # A user's own recipe.
-trainer: {_target_: mine.Mine, fault: "", culprit: 0}
+trainer: {_target_: mine.Mine, fault: "", culprit: 0, at: 1}
 model: {_target_: torch.nn.Linear, in_features: 4, out_features: 2}
 data:
   train: {_target_: mine.Numbers}

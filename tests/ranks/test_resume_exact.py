@@ -152,8 +152,7 @@ def final(trainer: Learner) -> dict[str, Any]:
     run = trainer._run
     snapshot = run.keeper.snapshot(trainer.step, trainer.epoch)
     own = {name: value for name, value in snapshot.own.items() if name != "val_data"}
-    shared = {name: value for name, value in snapshot.shared.items() if name != "report"}  # counts notes of resumes
-    return {"step": trainer.step, "epoch": trainer.epoch, "shared": shared, "own": own}
+    return {"step": trainer.step, "epoch": trainer.epoch, "shared": snapshot.shared, "own": own}
 
 
 def assert_equal(a: Any, b: Any, where: str = "") -> None:
