@@ -1,0 +1,275 @@
+"""What goes on with a run that resumes, what does not, and when it saves."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import safetrain
+from safetrain.checkpoint import Checkpoints
+from safetrain.comm import Comm
+from safetrain.testing import run_ranks
+from tests.ranks.memory_checkpoints import MemoryCheckpoints
+from tests.ranks.resuming import (
+    At,
+    History,
+    Learner,
+    Noisy,
+    Setting,
+    assert_equal,
+    assert_exact,
+    final,
+    learner,
+    straight,
+)
+from tests.ranks.toys import CLASSES, FEATURES, momentum_sgd
+
+THREE_EPOCHS = safetrain.Loop(epochs=3, log_every_steps=4)
+NEVER = safetrain.Checkpoint(every_minutes=None, every_epochs=None, at_end=False)
+
+
+class Freezes(Learner):
+    """The first layer trains only in the second epoch, and the loss has a factor that the epoch's beginning sets."""
+
+    def on_epoch_start(self) -> None:
+        self.model[0].requires_grad_(self.epoch == 1)
+        self.factor = 1.0 + self.epoch
+        with torch.no_grad():  # what it draws and changes must not happen twice
+            self.model[4].bias.add_(torch.rand(CLASSES, generator=torch.Generator().manual_seed(self.epoch)))
+            torch.rand(3)
+
+    def training_step(self, batch: Any) -> Any:
+        return self.factor * super().training_step(batch)
+
+
+class Remembers(Learner):
+    """Keeps a moving average of its own."""
+
+    average = 0.0
+
+    def training_step(self, batch: Any) -> Any:
+        loss = super().training_step(batch)
+        self.average = self.agree(0.9 * self.average + self.step, "max")
+        return loss * (1 + 1 / (1 + self.average))
+
+    def extra_state(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+    def load_extra_state(self, state: dict[str, Any]) -> None:
+        self.average = state["average"]
+
+
+class TakesTurns(Learner):
+    """Two optimizers, one window each."""
+
+    phases = ("0", "4")
+
+
+class Skips(Learner):
+    """Leaves batches out, one in three."""
+
+    def training_step(self, batch: Any) -> Any:
+        loss = super().training_step(batch)
+        return None if self.step % 3 == 1 else loss
+
+
+class Ends(Learner):
+    """Stops by itself, asked by the last rank."""
+
+    def training_step(self, batch: Any) -> Any:
+        if self.step == 10 and self.comm.rank == self.comm.world_size - 1:
+            self.stop()
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(kind=Freezes),
+        Setting(kind=Remembers),
+        Setting(kind=TakesTurns, given={"optimizer": {"0": momentum_sgd, "4": momentum_sgd}, "scheduler": None}),
+        Setting(kind=Skips),
+        Setting(kind=Ends),
+        Setting(given={"strategy": safetrain.DDPStrategy(broadcast_buffers=False)}),
+        Setting(given={"audit": safetrain.Audit(every_steps=2)}),
+        Setting(given={"optimizer": partial(torch.optim.AdamW, lr=0.01), "scheduler": None}),
+    ],
+    ids=["freezes", "extra_state", "phases", "skips", "stops", "own_buffers", "audit", "adamw"],
+)
+def test_all_that_a_run_has_goes_on(setting: Setting, world_size: int) -> None:
+    assert_exact(setting, [At(4), At(9)], world_size)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_longer_run_goes_on_inside_the_epoch_in_which_a_shorter_one_ended(world_size: int) -> None:
+    setting = Setting(given={"scheduler": None})
+
+    def work(comm: Comm) -> None:
+        expected, whole = straight(setting, comm)
+        history, steps = History(), dict[int, bytes]()
+        shorter = safetrain.Loop(epochs=3, log_every_steps=4, clip_norm=1.0, max_steps=7)
+        learner(setting, comm, history, MemoryCheckpoints(comm, steps), loop=shorter).fit()
+        trainer = learner(setting, comm, history, MemoryCheckpoints(comm, steps), resume="auto")
+        trainer.fit()
+        assert history.seen == whole.seen
+        assert history.lines() == whole.lines()
+        assert_equal(final(trainer), expected)
+
+    run_ranks(work, world_size, timeout_s=60)
+
+
+@pytest.mark.parametrize("max_steps", [None, 7])
+def test_a_run_that_is_over_only_ends_again(max_steps: int | None) -> None:
+    setting = Setting(given={"loop": safetrain.Loop(epochs=2, log_every_steps=4, max_steps=max_steps)})
+
+    def work(comm: Comm) -> None:
+        history, steps = History(), dict[int, bytes]()
+        first = learner(setting, comm, history, MemoryCheckpoints(comm, steps)).fit()
+        seen, told, count = list(history.seen), history.lines(), len(steps)
+        again = learner(setting, comm, history, MemoryCheckpoints(comm, steps), resume="auto").fit()
+        assert again == first
+        assert (history.seen, history.lines(), len(steps)) == (seen, told, count)
+
+    run_ranks(work, 2, timeout_s=60)
+
+
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (2, 4), (4, 2)])
+def test_on_other_ranks_each_sample_comes_once_in_the_epoch(before: int, now: int) -> None:
+    setting = Setting(given={"scheduler": None, "loader": safetrain.Loader(batch_size=4, drop_last=False)})
+
+    def cut(comm: Comm) -> tuple[list[Any], dict[int, bytes]]:
+        history, checkpoints = History(), MemoryCheckpoints(comm)
+        loop = safetrain.Loop(epochs=3, log_every_steps=4, max_steps=5)
+        learner(setting, comm, history, checkpoints, loop=loop, val_data=None).fit()
+        return history.seen, checkpoints.steps
+
+    def go_on(comm: Comm) -> tuple[list[Any], list[str], list[str]]:
+        history = History()
+        trainer = learner(setting, comm, history, MemoryCheckpoints(comm, steps), resume="auto", val_data=None)
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("safetrain").addHandler(handler)
+        trainer.fit()
+        return history.seen, history.lines(), lines
+
+    first = run_ranks(cut, before)
+    steps = first[0][1]
+    second = run_ranks(go_on, now)
+    in_epoch = [batch for seen, _ in first for _, batch in seen]
+    left = 92 - sum(map(len, in_epoch))
+    steps_left = -(-left // (4 * now))
+    in_epoch += [batch for seen, _, _ in second for step, batch in seen if step < 5 + steps_left]
+    counts = Counter(number for batch in in_epoch for number in batch)
+    assert counts == dict.fromkeys(range(92), 1)
+    assert any(f"{before} ranks then, {now} now" in line for line in second[0][2])
+    # the metrics of step 5, which the ranks of then had not told yet, are in the line of step 8
+    line = next(line for line in second[0][1] if line.startswith("train 8 "))
+    assert "nan" not in line
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_when_it_saves(world_size: int) -> None:
+    class Asks(Learner):
+        def training_step(self, batch: Any) -> Any:
+            if self.step == 4 and self.comm.rank == self.comm.world_size - 1:
+                self.save()
+            return super().training_step(batch)
+
+    def work(comm: Comm) -> None:
+        def saved(
+            options: safetrain.Checkpoint, kind: type[Learner] = Learner, **given: Any
+        ) -> dict[int, float | None]:
+            given = {"loop": THREE_EPOCHS, "scheduler": None} | given
+            setting = Setting(epoch_samples=20 * comm.world_size, kind=kind, given=given)
+            checkpoints = MemoryCheckpoints(comm)
+            learner(setting, comm, History(), checkpoints, checkpoint=options).fit()
+            return checkpoints.metrics
+
+        only = partial(safetrain.Checkpoint, every_minutes=None, metric="val/loss", mode="min")
+        assert list(saved(NEVER)) == []
+        assert list(saved(NEVER, Asks)) == [6]
+        by_epoch = saved(only(every_epochs=2, at_end=False))
+        assert list(by_epoch) == [10]
+        assert by_epoch[10] is not None
+        assert list(saved(only(every_epochs=None))) == [15]
+        assert list(saved(only(every_epochs=None, every_steps=4))) == [4, 8, 12, 15]
+        assert list(saved(only(every_epochs=None), loop=safetrain.Loop(epochs=3, max_steps=7))) == [7]
+        clock = saved(safetrain.Checkpoint(every_minutes=1e-9, every_epochs=None, at_end=False))
+        assert list(clock) == [2, 4, 6, 8, 10, 12, 14]
+
+    run_ranks(work, world_size)
+
+
+def test_a_model_that_does_not_fit_is_told_on_all_ranks() -> None:
+    class Wider(Learner):
+        def build_model(self) -> nn.Module:
+            model = super().build_model()
+            model[4] = nn.Linear(16, CLASSES + 1)
+            return model
+
+    def work(comm: Comm) -> None:
+        steps: dict[int, bytes] = {}
+        learner(Setting(), comm, History(), MemoryCheckpoints(comm, steps)).fit()
+        trainer = learner(Setting(kind=Wider), comm, History(), MemoryCheckpoints(comm, steps), resume="auto")
+        with pytest.raises(safetrain.CheckpointError, match="4.weight is .* in the checkpoint and .* here"):
+            trainer.fit()
+
+    run_ranks(work, 2)
+
+
+def test_resume_needs_a_run_directory() -> None:
+    def work(comm: Comm) -> None:
+        class Plain(safetrain.Trainer):
+            def training_step(self, batch: Any) -> Any:
+                return self.model(batch[0]).sum()
+
+        trainer = Plain(nn.Linear(FEATURES, 1), Noisy(8), optimizer=momentum_sgd, resume="auto")
+        with pytest.raises(safetrain.UsageError, match="resume=auto: a run without a run directory"):
+            trainer.fit()
+
+    run_ranks(work, 1)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_through_files(tmp_path: Path, asynchronous: bool) -> None:
+    """The same, with checkpoints on disk; a damaged one is passed over."""
+
+    class OnDisk(Learner):
+        def build_checkpoints(self) -> Any:
+            return safetrain.Trainer.build_checkpoints(self)
+
+    options = safetrain.Checkpoint(every_steps=3, keep_last=None, asynchronous=asynchronous)
+    setting = Setting(kind=OnDisk, given={"checkpoint": options})
+
+    def work(comm: Comm) -> None:
+        whole = History()
+        trainer = learner(setting, comm, whole, MemoryCheckpoints(comm), run_dir=tmp_path / "whole")
+        trainer.fit()
+        history, run_dir = History(), tmp_path / "cut"
+        cut = learner(setting, comm, history, MemoryCheckpoints(comm), run_dir=run_dir)
+        cut.cut = At(8)
+        with pytest.raises((safetrain.RankFailed, safetrain.PeerFailed)):
+            cut.fit()
+        cut._run.keeper.finish()
+        comm.barrier("cut")
+        if comm.rank == 0:
+            (run_dir / "checkpoints" / "step_6" / "rank_1.pt").write_bytes(b"")
+        comm.barrier("damaged")
+        history.seen = [(step, batch) for step, batch in history.seen if step < 3]
+        resumed = learner(setting, comm, history, MemoryCheckpoints(comm), run_dir=run_dir, resume="auto")
+        resumed.fit()
+        assert history.seen == whole.seen
+        assert history.lines() == whole.lines()
+        assert_equal(final(resumed), final(trainer))
+        assert Checkpoints(run_dir / "checkpoints", comm, options).load("auto").step == trainer.step
+
+    run_ranks(work, 2, timeout_s=60)
