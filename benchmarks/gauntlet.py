@@ -101,7 +101,7 @@ CASES = (
     Case("out_of_memory", goes_on=True, limit_s=60),
     Case("slow", rank=0, goes_on=True, limit_s=60, job=_WATCHED),
     # ends without a word: the rank, signal or code, and what it usually means
-    Case("sigkill", words=("killed by SIGKILL", "ran out of memory", "A moment before it was in ")),
+    Case("sigkill", words=("killed by SIGKILL", "ran out of memory", "When last seen, up to 0.3 s before, it was in ")),
     Case("sigkill", rank=0, ranks=4, launcher="torchrun", words=("(SIGKILL)",)),
     Case("sigterm", rank=0, words=("ended by SIGTERM", "scheduler")),
     Case("sigsegv", rank=0, words=("ended by SIGSEGV", "native code", "mine.py")),

@@ -2,7 +2,7 @@
 
 A rank without progress for longer than its phase may take opens an inquiry on the board. Every rank's watchdog then
 says at once where its rank is; one of them, the judge, waits a moment for all, takes silence for evidence, and answers:
-carry on, or the verdict (verdict.py). On a verdict all ranks leave by ``os._exit``: nothing else ends a wait in Gloo.
+carry on, or the verdict (stalled.py). On a verdict all ranks leave by ``os._exit``: nothing else ends a wait in Gloo.
 
 A second thread watches the first one: torch's store knows no time limits, and any thread can die.
 """
@@ -23,11 +23,11 @@ from safetrain.activity import ACTIVITY
 from safetrain.board import Board
 from safetrain.comm import Comm
 from safetrain.config import Watchdog
-from safetrain.departure import leave_now, publish
+from safetrain.departure import leave_now, tell
 from safetrain.patience import Patience
 from safetrain.stacks import answer_signals, state_of
+from safetrain.stalled import judge, judge_alone
 from safetrain.testimony import Testimony
-from safetrain.verdict import judge, judge_alone
 from safetrain.whereabouts import note_whereabouts
 
 logger = logging.getLogger("safetrain")
@@ -128,7 +128,7 @@ class _Watch:
             if patience.exhausted and time.monotonic() - self._looked_at > _GUARD_S + self._options.poll_s:
                 own = self._testimony(patience)
                 if own.stands_still:
-                    publish(judge_alone(own), self._run_dir, tells=True)
+                    tell(judge_alone(own), self._run_dir, tells=True)
                     leave_now()
 
     # --- an inquiry -------------------------------------------------------------------------------------------------
@@ -168,11 +168,11 @@ class _Watch:
         """Tell the verdict and leave. Only now silent ranks are asked: the signal could set one free."""
         verdict = judge([one.probed(self._host) if one.state == "silent" else one for one in heard])
         assert verdict is not None
-        publish(verdict, self._run_dir, tells=self._tells)
-        silent = [(one.host, one.pid) for one in verdict.testimonies if one.state == "silent"]
+        tell(verdict, self._run_dir, tells=self._tells)
+        silent = [(one.host, one.pid) for one in verdict.ranks if one.state == "silent"]
         with suppress(Exception):  # the store may be gone by now; the verdict is out
             self._board.answer(number, json.dumps(silent or [("", 0)]))
-            speakers = sum(one.state not in ("silent", "left") for one in verdict.testimonies)
+            speakers = sum(one.state not in ("silent", "left") for one in verdict.ranks)
             deadline = time.monotonic() + _FAREWELL_S
             while self._board.gone(number) < speakers - 1 and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)

@@ -38,7 +38,7 @@ def test_an_exception_is_told_once_with_its_line(project: Project, ranks: int, o
     lines = (project.folder / "mine.py").read_text().splitlines()
     line = next(number for number, code in enumerate(lines, start=1) if "bad label 12" in code)
     assert re.match(rf"Training failed on rank {on} at step 1 in training_step \(\S+, process \d+\)\.\n", text)
-    assert f"  {project.folder}/mine.py:{line}\n  ValueError: bad label 12\n" in text
+    assert f"  {project.folder}/mine.py:{line}\n    ValueError: bad label 12\n" in text
     assert text.count("Traceback (most recent call last)") == 1
     assert "torch/" not in text
     assert others(ranks, on) in text

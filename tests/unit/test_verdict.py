@@ -11,8 +11,9 @@ from safetrain import testimony
 from safetrain.bypass import ways_past
 from safetrain.flight_recorder import Collective
 from safetrain.stacks import Frame
+from safetrain.stalled import judge, judge_alone
 from safetrain.testimony import State, Worker
-from safetrain.verdict import Verdict, judge, judge_alone
+from safetrain.verdict import Verdict
 
 USER = Frame("/mine/train.py", 41, "training_step")
 LOOP = Frame(str(Path(__file__).parents[2] / "safetrain" / "parts.py"), 50, "training_step")
@@ -70,10 +71,13 @@ def test_the_text_has_the_culprit_first_and_says_where_the_rest_is(tmp_path: Pat
         text.index(part) for part in (found.place, found.others[0], "Likely cause", "What to do", "rank_1.log", ".json")
     ]
     assert places == sorted(places)
-    assert "Stack of rank 1" in found.text(None)
+    inner = Frame("/mine/model.py", 7, "forward")
+    deep = verdict_on(waiting_in_gradients(0), rank(1, "stuck", stack=(LOOP, USER, inner)))
+    assert f"Stack of rank 1, innermost last:\n  {USER}\n  {inner}\n" in deep.text(None)
+    assert str(LOOP) not in deep.text(None)
     written = json.loads(found.to_json(tmp_path))
     assert (written["text"], written["culprits"]) == (text, [1])
-    assert [one["rank"] for one in written["testimonies"]] == [0, 1]
+    assert [one["rank"] for one in written["ranks"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
