@@ -125,7 +125,7 @@ CASES = (
     stuck("stuck", rank=3, ranks=4, launcher="torchrun", words=("mine.py:16", "stalled")),
     stuck("stuck", at="dataset", rank=0, words=("mine.py:11",)),
     stuck("stuck", at="dataset", job=_WORKER, words=("mine.py:11", "loader")),
-    stuck("lock", at="dataset", rank=0, job=_WORKER, words=("mine.py:11", "loader")),
+    stuck("lock", at="dataset", rank=0, job=_WORKER, words=("mine.py:11", "loader")),  # H70
     stuck("lock", rank=0, launcher="torchrun", words=("mine.py:16",)),
     stuck("gil", words=("holding the interpreter", "mine.py:16")),
     stuck("sigstop", rank=0, ranks=4, words=("stopped",)),

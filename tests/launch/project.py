@@ -15,7 +15,7 @@ LIMIT_S = 90.0  # for a whole command; three processes import torch on a loaded 
 _GONE_S = 5.0  # what is promised: no process is left after that
 
 _MINE = '''
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import safetrain
@@ -42,6 +42,9 @@ class Mine(safetrain.Trainer):
         self.log("loss", self.model(batch).square().mean(dim=1))
     def error(self):
         raise ValueError("bad label 12")  # the line that the summary must name
+    def error_beside_a_thread(self):
+        threading.Thread(target=time.sleep, args=(600,), daemon=False).start()
+        raise ValueError("bad label 13")
     def leave(self):
         os._exit(3)
     def leave_quietly(self):
