@@ -5,7 +5,8 @@
     python -m safetrain.chaos recipe=NAME fault=sigterm at=launcher
 
     fault      what happens (required): see faults.py
-    at         where: a method of the Trainer, dataset, collate, backward, optimizer or launcher (training_step)
+    at         where: a method of the Trainer, rank_zero (a section), dataset, collate, backward, optimizer or launcher
+               (training_step)
     rank       the culprit (1); negative numbers count from the last
     step       from which step on (2)
     ranks      how many (2)

@@ -153,6 +153,23 @@ def test_all_in_one_call_is_the_network() -> None:
     assert "network" in found.cause
 
 
+def test_a_section_of_rank_0_is_told_by_its_name_and_its_own_limit() -> None:
+    others = [rank(n, "moving", phase="rank_zero:export") for n in (1, 2)]
+    found = verdict_on(rank(0, "stuck", phase="rank_zero:export"), *others)
+    assert "rank 0 is stuck in rank_zero('export') at step 5" in found.sentence
+    assert "raise limit_s of rank_zero('export') (the limit was 60 s)." in found.remedy
+    assert found.others[0].startswith("Ranks 1 and 2 are in rank_zero('export') at step 5")
+
+
+@pytest.mark.parametrize(("source", "lock"), [("with self.lock:", True), ("with open(path) as file:", False)])
+def test_a_with_is_a_lock_only_where_nothing_was_called(tmp_path: Path, source: str, lock: bool) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(source)
+    frame = Frame(str(file), 1, "training_step")
+    inner = () if lock else (Frame("/lib/python3.11/gzip.py", 300, "read"),)
+    assert ("lock" in verdict_on(waiting_in_gradients(0), rank(1, "stuck", stack=(frame, *inner))).cause) == lock
+
+
 def test_a_named_barrier() -> None:
     at_barrier = [rank(n, "waiting", phase="barrier:saved") for n in range(3)]
     found = verdict_on(*at_barrier, waiting_in_gradients(3))
