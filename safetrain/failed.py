@@ -28,7 +28,7 @@ def verdict_on(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> Ve
     silent = _silent(failures, exits)
     in_time = sorted(failures, key=lambda failure: failure.time_ns)
     culprits = [failure for failure in in_time if not failure.victim]
-    witness = next((failure for failure in failures if failure.culprits), None)
+    witness = next((failure for failure in failures if failure.victim and failure.culprits), None)
     if culprits:
         verdict, told = _of_records(culprits), [failure.rank for failure in culprits]
         if culprits[0].error == RanksDiffer.__name__:
@@ -65,8 +65,8 @@ def _of_records(failures: Sequence[Failure]) -> Verdict:
     when = "" if first.step is None else f"at step {first.step} "
     sentence = f"Training failed on {ranks_in_words(same)} {when}{where}({first.host}, process {first.pid})."
     cause = causes.of_error(first.error, first.message)
-    if first.error == RanksDiffer.__name__:  # no rank failed; which of them is right, nobody knows
-        return Verdict(f"Training ended at {first.message}", tuple(same), cause=cause)
+    if first.error == RanksDiffer.__name__:  # no rank failed; as a rule nobody knows which of them is right
+        return Verdict(f"Training ended at {first.message}", tuple(first.culprits), cause=cause)
     evidence: tuple[str, ...]
     if first.place:
         evidence = (f"Traceback of rank {first.rank}, from your code on:", first.traceback)

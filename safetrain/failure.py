@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from safetrain.errors import PeerFailed, RankFailed
+from safetrain.errors import PeerFailed, RankFailed, RanksDiffer
 
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = tuple(
@@ -42,7 +42,7 @@ class Failure:
         traceback: from the user's first frame on.
         time_ns: since the epoch, on the rank's own clock.
         victim: the rank was healthy; it ended because another one failed.
-        culprits: the ranks that failed, where a victim was told which.
+        culprits: the ranks that failed, where a victim was told which; the odd ones out, where ranks differ.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class Failure:
             traceback=user_traceback(root),
             time_ns=time.time_ns(),
             victim=victim or isinstance(error, PeerFailed),
-            culprits=list(error.ranks) if isinstance(error, PeerFailed) else [],
+            culprits=list(error.ranks) if isinstance(error, (PeerFailed, RanksDiffer)) else [],
         )
 
     def write(self, run_dir: Path) -> None:
