@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -113,6 +114,7 @@ class Project:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_hear_ctrl_c,
         )
         self.started.append(process)
         return process
@@ -160,6 +162,11 @@ class Project:
                 return False
             time.sleep(0.02)
         return True
+
+
+def _hear_ctrl_c() -> None:
+    """Tests may run in a shell's background, where SIGINT is ignored, and so it would be in what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _command_line(process: Path) -> str:
