@@ -101,9 +101,7 @@ CASES = (
     Case("raise", "backward", words=_INJECTED),
     Case("raise", "optimizer", rank=3, ranks=4, words=_INJECTED),
     Case("raise", "build_model", rank=0, launcher="torchrun", words=(*_INJECTED, "mine.py:22")),
-    Case(
-        "disk_full", "rank_zero", rank=0, ranks=4, words=("No space left on device", "rank_zero('note')", "mine.py:25")
-    ),
+    Case("disk_full", "rank_zero", rank=0, ranks=4, words=("No space left on device", "rank_zero('note')")),
     Case("disk_full", "validation_step", words=("No space left on device", "df -h")),
     Case("out_of_memory", goes_on=True, limit_s=60),
     Case("slow", rank=0, goes_on=True, limit_s=60, job=_WATCHED),
