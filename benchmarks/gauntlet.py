@@ -45,6 +45,10 @@ class Mine(safetrain.Trainer):
 
     def build_model(self):
         return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+
+    def on_epoch_start(self):
+        with self.rank_zero("note", limit_s=2) as mine:
+            self.noted = mine
 """
 RECIPE = """# @package _global_
 # A user's own recipe.
@@ -97,11 +101,12 @@ CASES = (
     Case("raise", "backward", words=_INJECTED),
     Case("raise", "optimizer", rank=3, ranks=4, words=_INJECTED),
     Case("raise", "build_model", rank=0, launcher="torchrun", words=(*_INJECTED, "mine.py:22")),
+    Case("disk_full", "rank_zero", rank=0, ranks=4, words=("No space left on device", "rank_zero('note')")),
     Case("disk_full", "validation_step", words=("No space left on device", "df -h")),
     Case("out_of_memory", goes_on=True, limit_s=60),
     Case("slow", rank=0, goes_on=True, limit_s=60, job=_WATCHED),
     # ends without a word: the rank, signal or code, and what it usually means
-    Case("sigkill", words=("killed by SIGKILL", "ran out of memory", "A moment before it was in ")),
+    Case("sigkill", words=("killed by SIGKILL", "ran out of memory", "When last seen, up to 0.3 s before, it was in ")),
     Case("sigkill", rank=0, ranks=4, launcher="torchrun", words=("(SIGKILL)",)),
     Case("sigterm", rank=0, words=("ended by SIGTERM", "scheduler")),
     Case("sigsegv", rank=0, words=("ended by SIGSEGV", "native code", "mine.py")),
@@ -125,8 +130,9 @@ CASES = (
     stuck("stuck", rank=3, ranks=4, launcher="torchrun", words=("mine.py:16", "stalled")),
     stuck("stuck", at="dataset", rank=0, words=("mine.py:11",)),
     stuck("stuck", at="dataset", job=_WORKER, words=("mine.py:11", "loader")),
-    stuck("lock", at="dataset", rank=0, job=_WORKER, words=("mine.py:11", "loader")),
+    stuck("lock", at="dataset", rank=0, job=_WORKER, words=("mine.py:11", "loader")),  # H70
     stuck("lock", rank=0, launcher="torchrun", words=("mine.py:16",)),
+    stuck("stuck", at="rank_zero", rank=0, words=("stuck in rank_zero('note')", "mine.py:25", "limit_s")),
     stuck("gil", words=("holding the interpreter", "mine.py:16")),
     stuck("sigstop", rank=0, ranks=4, words=("stopped",)),
     # collectives that don't match

@@ -3,10 +3,11 @@
     python -m benchmarks.step_cost                      # all workloads, about 5 minutes on 2 idle cores
     python -m benchmarks.step_cost mlp --rounds 40
 
-Both loops live in the same two ranks (forked, Gloo, one thread each) and take turns: a block of steps of one, then of
-the other, the order changing from round to round. What disturbs the machine disturbs both, so their ratio is taken
-round by round. CPU time is that of all threads of a rank; it is steadier than wall time, which waits for whoever else
-uses the cores. At the end the two models must be equal, bit for bit: it was the same work.
+The loops live in the same two ranks (forked, Gloo, one thread each) and take turns: a block of steps of one, then of
+another, the order changing from round to round. What disturbs the machine disturbs all, so their ratios are taken
+round by round. The third one is safetrain with nobody watching: no watchdog, no notes of collectives. CPU time is that
+of all threads of a rank; it is steadier than wall time, which waits for whoever else uses the cores. At the end the
+models must be equal, bit for bit: it was the same work.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import argparse
 import datetime
 import functools
 import statistics
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +32,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import safetrain
 from benchmarks.table import HEADER, Times, page, row
+from safetrain.activity import Activity
 from safetrain.comm import Comm
 from safetrain.recipes.resnet_ddp import ResNet
 from safetrain.testing import run_ranks
+from safetrain.watchdog import watch
 
 RANKS = 2
 SEED = 0
@@ -128,7 +132,7 @@ class BareLoop:
 class TakingTurns(safetrain.Trainer):
     """Trains as a user's Trainer does; each epoch is a block, and between epochs the bare loop has its blocks.
 
-    The order is bare, safetrain, safetrain, bare, bare, safetrain, ...
+    A round is bare, unwatched, safetrain, bare; in every other one the two in the middle change places.
     """
 
     def __init__(self, work: Workload, steps: int, bare: BareLoop, rounds: int) -> None:
@@ -136,14 +140,17 @@ class TakingTurns(safetrain.Trainer):
             work.build_model(),
             work.build_data(steps),
             optimizer=work.build_optimizer,
-            loop=safetrain.Loop(epochs=rounds, accumulate=work.accumulate, clip_norm=work.clip_norm),
+            loop=safetrain.Loop(epochs=2 * rounds, accumulate=work.accumulate, clip_norm=work.clip_norm),
             loader=safetrain.Loader(batch_size=work.batch_size),
+            watchdog=safetrain.Watchdog(enabled=False),  # switched on and off here
             seed=SEED,
             device="cpu",
         )
-        self.times = {"bare": Times(), "safetrain": Times()}
+        self.times = {"bare": Times(), "unwatched": Times(), "safetrain": Times()}
+        middles = (["unwatched", "safetrain"], ["safetrain", "unwatched"])
+        self._turns = iter([loop for n in range(rounds) for loop in ("bare", *middles[n % 2], "bare")])
         self._work, self._steps, self._bare = work, steps, bare
-        self._block: Any = nullcontext()
+        self._turn = ExitStack()
 
     def build_model(self) -> nn.Module:
         return self._work.build_model()
@@ -153,26 +160,41 @@ class TakingTurns(safetrain.Trainer):
         return F.cross_entropy(self.model(samples), labels)
 
     def on_epoch_start(self) -> None:
-        self._end_block()
-        for _ in range(0 if self.epoch % 2 else 2 if self.epoch else 1):
+        self._turn.close()
+        while (loop := next(self._turns)) == "bare":
             self._run_bare()
-        self._block = self.times["safetrain"].block(self._steps)
-        self._block.__enter__()
+        self._turn.enter_context(watch(self.comm, safetrain.Watchdog(), None) if loop == "safetrain" else self._off())
+        self._turn.enter_context(self.times[loop].block(self._steps))
 
     def run(self) -> dict[str, Times]:
-        """Seconds a step of both loops, round by round."""
+        """Seconds a step of the loops, round by round."""
         self.fit()
-        self._end_block()
-        if self.loop.epochs % 2 == 0:
+        self._turn.close()
+        for _ in self._turns:
             self._run_bare()
-        return self.times
+        bare = self.times["bare"]
+        return {**self.times, "bare": Times(_means_of_pairs(bare.cpu_s), _means_of_pairs(bare.wall_s))}
 
     def _run_bare(self) -> None:
         with self.times["bare"].block(self._steps):
             self._bare.train_epoch()
 
-    def _end_block(self) -> None:
-        self._block.__exit__(None, None, None)
+    @contextmanager
+    def _off(self) -> Iterator[None]:
+        """Nobody watches: no thread looks, the loop does not say where it is, no collective is noted."""
+        compares = self.comm.collectives.compares
+        self.comm.collectives.compares = False
+        with mock.patch.object(Activity, "enter", _note_nothing):
+            yield
+        self.comm.collectives.compares = compares
+
+
+def _note_nothing(_activity: Activity, _phase: str) -> None:
+    pass
+
+
+def _means_of_pairs(values: Sequence[float]) -> list[float]:
+    return [(first + second) / 2 for first, second in zip(values[::2], values[1::2], strict=True)]
 
 
 def run_rank(comm: Comm, work: Workload, steps: int, rounds: int) -> dict[str, Times]:
@@ -182,13 +204,13 @@ def run_rank(comm: Comm, work: Workload, steps: int, rounds: int) -> dict[str, T
     times = trainer.run()
     for (name, mine), theirs in zip(trainer.model.state_dict().items(), bare.model.state_dict().values(), strict=True):
         if not torch.equal(mine, theirs):
-            raise AssertionError(f"{name} differs from the bare loop's: the two loops did not do the same work")
-    return {loop: Times(both.cpu_s[1:], both.wall_s[1:]) for loop, both in times.items()}
+            raise AssertionError(f"{name} differs from the bare loop's: the loops did not do the same work")
+    return {loop: Times(of.cpu_s[1:], of.wall_s[1:]) for loop, of in times.items()}
 
 
 def measure(work: Workload, steps: int, rounds: int) -> dict[str, Times]:
-    """Seconds a step of both loops, round by round: the mean over the ranks."""
-    ranks = run_ranks(run_rank, RANKS, work, steps, rounds, timeout_s=60 + 2.0 * steps * (rounds + 1))
+    """Seconds a step of the loops, round by round: the mean over the ranks."""
+    ranks = run_ranks(run_rank, RANKS, work, steps, rounds, timeout_s=60 + 4.0 * steps * (rounds + 1))
     return {
         loop: Times(
             [statistics.mean(values) for values in zip(*(times[loop].cpu_s for times in ranks), strict=True)],
@@ -202,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("workloads", nargs="*", metavar="workload", help=f"of {', '.join(WORKLOADS)}; default: all")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps a block")
-    parser.add_argument("--rounds", type=int, default=16, help="blocks of each loop")
+    parser.add_argument("--rounds", type=int, default=16, help="rounds, each with a block of every loop")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="where the page goes")
     options = parser.parse_args(arguments)
     if unknown := set(options.workloads) - set(WORKLOADS):

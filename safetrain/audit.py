@@ -60,7 +60,11 @@ class ReplicaAudit:
             changed = {name for name, value in found.items() if value != self._before.get(name)}
             values, changes = zip(*self._comm.gather((found, changed)), strict=True)
             if different := _different(values, changes):
-                raise RanksDiffer(self._tell(step, different, changes), step=step)
+                odd = {
+                    name: _odd_ones(of_ranks, [name in of_rank for of_rank in changes])
+                    for name, of_ranks in different.items()
+                }
+                raise RanksDiffer(self._tell(step, different, odd), step=step, ranks=sorted(set().union(*odd.values())))
         self._last_step, self._before = step, found
 
     def _fingerprints(self) -> dict[str, object]:
@@ -75,12 +79,10 @@ class ReplicaAudit:
         found.update((name, tuple(next(read[p.device]))) for name, p in zip(tensors, prints, strict=True))
         return found
 
-    def _tell(self, step: int, different: Mapping[str, Sequence[object]], changes: Sequence[set[str]]) -> str:
+    def _tell(self, step: int, different: Mapping[str, Sequence[object]], odd: Mapping[str, Sequence[int]]) -> str:
         named = list(different)[:_NAMED]
         lines = [
-            f"  {_odd_ones(different[name], [name in of_rank for of_rank in changes])} in {name}: "
-            + self._how_far(name, different[name])
-            for name in named
+            f"  {self._who_differs(odd[name])} in {name}: {self._how_far(name, different[name])}" for name in named
         ]
         if len(different) > _NAMED:
             lines.append(f"  and in {len(different) - _NAMED} more: {', '.join(list(different)[_NAMED:][:8])}")
@@ -92,6 +94,11 @@ class ReplicaAudit:
             "parameter, a buffer, the optimizer or its param_groups (a learning rate from each rank's own validation "
             "loss, an assignment to .data, a checkpoint that one rank loaded). audit.every_steps narrows the steps.",
         ])  # fmt: skip
+
+    def _who_differs(self, ranks: Sequence[int]) -> str:
+        if not ranks:
+            return f"{ranks_in_words(range(self._comm.world_size))} differ"
+        return f"{ranks_in_words(ranks)} {'differs' if len(ranks) == 1 else 'differ'} from the others"
 
     def _how_far(self, name: str, values: Sequence[object]) -> str:
         """Each rank's value; of a tensor, its largest distance from rank 0's."""
@@ -161,15 +168,12 @@ def _different(found: Sequence[Mapping[str, object]], changed: Sequence[set[str]
     }
 
 
-def _odd_ones(values: Sequence[object], changed: Sequence[bool]) -> str:
-    """The ranks that hold something else than most, or alone have changed it; all where neither tells."""
+def _odd_ones(values: Sequence[object], changed: Sequence[bool]) -> list[int]:
+    """The ranks that hold something else than most, or alone have changed it; none where neither tells."""
     (common, count), *_ = Counter(values).most_common()
-    odd = [rank for rank, value in enumerate(values) if value != common]
-    if 2 * count <= len(values):
-        if all(changed) or not any(changed):
-            return f"{ranks_in_words(range(len(values)))} differ"
-        odd = [rank for rank, yes in enumerate(changed) if yes]
-    return f"{ranks_in_words(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others"
+    if 2 * count > len(values):
+        return [rank for rank, value in enumerate(values) if value != common]
+    return [] if all(changed) else [rank for rank, yes in enumerate(changed) if yes]
 
 
 def _by_value(values: Sequence[str]) -> str:

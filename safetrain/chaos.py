@@ -5,7 +5,8 @@
     python -m safetrain.chaos recipe=NAME fault=sigterm at=launcher
 
     fault      what happens (required): see faults.py
-    at         where: a method of the Trainer, dataset, collate, backward, optimizer or launcher (training_step)
+    at         where: a method of the Trainer, rank_zero (a section), dataset, collate, backward, optimizer or launcher
+               (training_step)
     rank       the culprit (1); negative numbers count from the last
     step       from which step on (2)
     ranks      how many (2)
@@ -44,12 +45,8 @@ _KEYS = ("fault", "at", "rank", "step", "ranks", "launcher", "limit_s", "report"
 _START_LIMIT_S = 300  # until the fault strikes: imports, the first steps
 _POLL_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
-_LEAVE_NO_LINE = (
-    "sig",
-    "exit",
-    "abort",
-    "too_many_files",
-)  # the process says nothing, or can open no file to say it in
+# the process says nothing, or can open no file to say it in; or it was found later, at another line
+_LEAVE_NO_LINE = ("sig", "exit", "abort", "too_many_files", "drift")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from safetrain.checks import nearest
 from safetrain.errors import ConfigError, SafetrainError, UsageError
 from safetrain.rank_log import fresh_line
 from safetrain.run_dir import occupied
+from safetrain.verdict import forget, published
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -111,7 +112,7 @@ def train(config: Config) -> float | None:
         TrainingFailed: a rank failed.
         Interrupted: a signal ended it.
     """
-    from safetrain.failure import summary
+    from safetrain.failed import verdict_on
     from safetrain.launch import launch, number_of_ranks
 
     ranks, run_dir = number_of_ranks(config), Path(config.run_dir)
@@ -122,8 +123,10 @@ def train(config: Config) -> float | None:
         ended = launch(run_dir / "config.yaml", ranks, grace_s=config.launch.grace_s, env=env)
     result = run_dir / "result.json"
     if not ended.ok or not result.exists():
-        story = summary(run_dir, ranks, ended.exits)
-        (run_dir / "failure.txt").write_text(story)
+        story = published(run_dir)  # where a watchdog ended the job, it has said all
+        if story is None:
+            verdict = verdict_on(run_dir, ranks, ended.exits)
+            story = verdict.publish(run_dir) or verdict.text(run_dir)
         raise TrainingFailed(story)
     metrics = json.loads(result.read_text())["metrics"]
     if config.metric is None:
@@ -188,8 +191,8 @@ def _prepare(config: Config) -> None:
     """Write ``config.yaml``; remove what an earlier job, told to use the same directory, would be mistaken for."""
     run_dir = Path(config.run_dir)
     shutil.rmtree(run_dir / "failures", ignore_errors=True)
-    for stale in ("failure.txt", "failure.json", "result.json"):
-        (run_dir / stale).unlink(missing_ok=True)
+    forget(run_dir)
+    (run_dir / "result.json").unlink(missing_ok=True)
     (run_dir / "config.yaml").write_text(config.to_yaml())
 
 

@@ -71,10 +71,12 @@ class CollectiveLog:
                 setattr(dist.ProcessGroup, method, self._noting(method))
 
     def remove(self) -> None:
-        """Leave ``ProcessGroup`` as it was."""
+        """Leave ``ProcessGroup`` as it was, and hold no group any more."""
         for method, original in self._originals.items():
             setattr(dist.ProcessGroup, method, original)
-        self._originals.clear()
+        for held in (self._originals, self._own, self._known, self._hashes):
+            held.clear()
+        self._meeting_group = None
 
     @contextmanager
     def refusing(self, where: str) -> Iterator[None]:

@@ -11,24 +11,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from safetrain import rank_log
-from safetrain.verdict import Verdict
+from safetrain.verdict import Verdict, published
 
 _FLUSH_S = 0.5  # the thread that trains may hold the lock of a stream for ever
 
 
-def publish(verdict: Verdict, run_dir: Path | None, *, tells: bool) -> None:
-    """Write ``failure.json`` and ``failure.txt``, and print the verdict where nobody else will read and print them."""
-    text = verdict.text(run_dir)
-    if run_dir is not None:
-        try:
-            _write_once(run_dir / "failure.json", verdict.to_json(run_dir))
-            _write_once(run_dir / "failure.txt", text)
-        except FileExistsError:  # another rank, that could not be asked, was first
-            pass
-        except OSError as error:
-            text = f"{verdict.text(None)}\n{run_dir} takes no file: {error}\n"
-            tells = True
-    if tells:
+def tell(verdict: Verdict, run_dir: Path | None, *, tells: bool) -> None:
+    """Publish the verdict, and print it where nobody else will read and print it."""
+    text = verdict.publish(run_dir)
+    unread = run_dir is None or published(run_dir) is None  # the disk took no file, and the launcher has none to read
+    if text is not None and (tells or unread):
         _within(_FLUSH_S, lambda: _print(text))
 
 
@@ -39,11 +31,6 @@ def leave_now(silent: Iterable[int] = ()) -> NoReturn:
             os.kill(pid, signal.SIGKILL)
     _within(_FLUSH_S, rank_log.flush)
     os._exit(1)
-
-
-def _write_once(path: Path, text: str) -> None:
-    with path.open("x") as file:
-        file.write(text)
 
 
 def _print(text: str) -> None:

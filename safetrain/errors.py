@@ -74,12 +74,13 @@ class PeerFailed(SafetrainError):
 
 
 class RanksDiffer(SafetrainError):
-    """The ranks issued different collectives, came to different points, or hold different values. No rank is right:
-    as a rule it is raised on all of them."""
+    """The ranks issued different collectives, came to different points, or hold different values. As a rule it is
+    raised on all of them; ``ranks`` are the odd ones out, where that can be told."""
 
-    def __init__(self, message: str, *, step: int) -> None:
+    def __init__(self, message: str, *, step: int, ranks: Sequence[int] = ()) -> None:
         super().__init__(f"step {step}: {message}")
         self.step = step
+        self.ranks = tuple(ranks)
 
 
 class TrainingStopped(SafetrainError):

@@ -1,7 +1,6 @@
-"""What went wrong: one record for each rank that failed, and one summary for the person who has to act on it.
+"""What went wrong on one rank: a record that it writes to its own file before it leaves; no collective is involved.
 
-A failing rank writes its record to its own file and leaves; no collective is involved. The summary is written from the
-records, and from how the processes ended, by whoever is left: the launcher, or under torchrun the failing rank itself.
+Whoever is left draws the verdict from the records (failed.py): the launcher, or under torchrun the failing rank itself.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ import socket
 import sysconfig
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from safetrain import causes
 from safetrain.errors import PeerFailed, RankFailed, RanksDiffer
-from safetrain.words import ranks_in_words
 
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = tuple(
@@ -32,7 +29,6 @@ _LIBRARIES = tuple(
     )
 )
 _FILE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_LOG_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Failure:
         traceback: from the user's first frame on.
         time_ns: since the epoch, on the rank's own clock.
         victim: the rank was healthy; it ended because another one failed.
-        culprits: the ranks that failed, where a victim was told which.
+        culprits: the ranks that failed, where a victim was told which; the odd ones out, where ranks differ.
     """
 
     rank: int
@@ -81,7 +77,7 @@ class Failure:
             traceback=user_traceback(root),
             time_ns=time.time_ns(),
             victim=victim or isinstance(error, PeerFailed),
-            culprits=list(error.ranks) if isinstance(error, PeerFailed) else [],
+            culprits=list(error.ranks) if isinstance(error, (PeerFailed, RanksDiffer)) else [],
         )
 
     def write(self, run_dir: Path) -> None:
@@ -125,51 +121,6 @@ def await_records(run_dir: Path, ranks: Iterable[int], limit_s: float) -> None:
         time.sleep(0.01)
 
 
-def first_failure(failures: Iterable[Failure]) -> Failure | None:
-    """The earliest failure that is not another one's consequence; None where there is none."""
-    return min((f for f in failures if not f.victim), key=lambda f: f.time_ns, default=None)
-
-
-def summary(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> str:
-    """The whole story, culprit first, for a terminal and for ``failure.txt``.
-
-    ``exits`` are the ranks that ended by themselves, not by the launcher's hand after another one's failure.
-    """
-    if (verdict := run_dir / "failure.json").exists():  # the watchdog ended the job: it has said all
-        return str(json.loads(verdict.read_text())["text"])
-    failures = read_failures(run_dir)
-    silent = _silent(failures, exits)
-    culprit = first_failure(failures)
-    witness = next((f for f in failures if f.culprits), None) if culprit is None else None
-    if culprit is None and witness is None and not silent:  # nobody says why: the first to suffer is the best there is
-        culprit = min(failures, key=lambda f: f.time_ns, default=None)
-    if witness is not None:
-        lines, told, logs = _tell_for(witness), list(witness.culprits), list(witness.culprits)
-    elif culprit is not None:
-        others = [f for f in failures if f is not culprit and not f.victim]
-        same = [f for f in others if (f.error, f.message) == (culprit.error, culprit.message)]
-        lines = _tell(culprit, [f.rank for f in same])
-        lines += [line for f in others if f not in same for line in _tell_briefly(f)]
-        told, logs = sorted({culprit.rank, *(f.rank for f in others)}), [culprit.rank]
-        if culprit.error == RanksDiffer.__name__:
-            told = list(range(world_size))
-    else:
-        lines = [line for e in silent for line in _tell_exit(e, run_dir)] or ["Training failed; no rank says why."]
-        told = logs = [e.rank for e in silent]
-    victims = [rank for rank in range(world_size) if rank not in told]
-    if victims and told:
-        lines.append(f"{ranks_in_words(victims).capitalize()} did not fail: ended because {ranks_in_words(told)} did.")
-    lines += [f"Log of rank {rank}: {_log_path(run_dir, rank)}" for rank in logs]
-    return "\n".join(lines) + "\n"
-
-
-def _silent(failures: Sequence[Failure], exits: Sequence[Exit]) -> list[Exit]:
-    """The ranks that ended without a record, those with an error code before those without."""
-    recorded = {failure.rank for failure in failures}
-    unrecorded = [e for e in exits if e.rank not in recorded]
-    return [e for e in unrecorded if e.code != 0] or unrecorded
-
-
 def user_traceback(error: BaseException) -> str:
     """The traceback without the frames before the user's own first one; whole where no frame is the user's."""
     story = traceback.TracebackException.from_exception(error)
@@ -196,66 +147,22 @@ def _place(error: BaseException) -> str:
     """The innermost line of the user's; a loader process has put its own traceback into the message."""
     link: BaseException | None = error
     while link is not None:
-        in_rank = [(frame.filename, str(frame.lineno)) for frame in traceback.extract_tb(link.__traceback__)]
-        in_loader = [(found["file"], found["line"]) for found in _FILE_LINE.finditer(str(link))]
-        users = [f"{file}:{line}" for file, line in (*in_rank, *in_loader) if is_user_file(file)]
-        if users:
+        in_rank = [
+            f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(link.__traceback__) if is_user_file(f.filename)
+        ]
+        in_loader = user_lines(str(link))
+        if users := [*in_rank, *in_loader]:
             return users[-1]
         link = link.__cause__
     return ""
 
 
-def _tell(failure: Failure, same: Sequence[int]) -> list[str]:
-    when = "" if failure.step is None else f" at step {failure.step}"
-    doing = f" in {failure.phase}" if failure.phase else ""
-    if failure.error == RanksDiffer.__name__:  # no rank failed; which of them is right, nobody knows
-        return [f"Training ended at {failure.message}", ""]
-    who = f"rank {failure.rank}" if not same else ranks_in_words(sorted({failure.rank, *same}))
-    lines = [f"Training failed on {who}{when}{doing} ({failure.host}, process {failure.pid}).", ""]
-    if failure.place:
-        lines.append(f"  {failure.place}")
-    lines += [f"  {failure.error}: {_headline(failure.message)}", ""]
-    if meaning := causes.of_error(failure.error, failure.message):
-        lines += [f"What it means: {meaning}", ""]
-    if failure.place:
-        lines += [f"Traceback of rank {failure.rank}, from your code on:", failure.traceback, ""]
-    else:
-        lines += ["None of your code was running; the traceback is in the log.", ""]
-    return lines
+def user_lines(text: str) -> list[str]:
+    """``file:line`` of the user's frames in a traceback, or a crash report, in the order in which they stand there."""
+    return [f"{found['file']}:{found['line']}" for found in _FILE_LINE.finditer(text) if is_user_file(found["file"])]
 
 
-def _tell_for(witness: Failure) -> list[str]:
-    """A failure in the words of another rank: the culprit could not write its own record."""
-    lines = [f"Training failed: {witness.message}.", ""]
-    if meaning := causes.of_error("", witness.message):
-        lines += [f"What it means: {meaning}", ""]
-    who = ranks_in_words(witness.culprits).capitalize()
-    return [*lines, f"{who} could leave no record of its own; rank {witness.rank} was told.", ""]
-
-
-def _tell_briefly(failure: Failure) -> list[str]:
-    place = f" at {failure.place}" if failure.place else ""
-    return [f"Rank {failure.rank} failed too{place}: {failure.error}: {_headline(failure.message)}", ""]
-
-
-def _tell_exit(ended: Exit, run_dir: Path) -> list[str]:
-    lines = [f"Training failed: rank {ended.rank} (process {ended.pid}) {causes.of_exit(ended.code)}", ""]
-    if ended.last_seen:
-        lines += [f"A moment before it was {ended.last_seen}.", ""]
-    log = _log_path(run_dir, ended.rank)
-    text = log.read_text(errors="replace") if log.exists() else ""
-    if crash := causes.crash_in(text):
-        lines += ["Where it crashed, innermost first:", *(f"  {line}" for line in crash), ""]
-    elif text:
-        lines += [
-            f"The last lines of rank {ended.rank}'s log:",
-            *(f"  {x}" for x in text.splitlines()[-_LOG_LINES:]),
-            "",
-        ]
-    return lines
-
-
-def _headline(message: str) -> str:
+def headline(message: str) -> str:
     """The line of a message that says most: the first; the last where a loader process' traceback stands before it."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if not lines:
@@ -267,5 +174,6 @@ def _record_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "failures" / f"rank_{rank}.json"
 
 
-def _log_path(run_dir: Path, rank: int) -> Path:
+def log_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank's output goes."""
     return run_dir / "logs" / f"rank_{rank}.log"

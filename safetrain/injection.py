@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ LAUNCHER = "launcher"
 _METHODS = (
     "training_step", "validation_step", "on_epoch_start", "build_model", "build_train_data", "build_optimizers",
 )  # fmt: skip
-PLACES = (*_METHODS, "dataset", "collate", "backward", "optimizer", LAUNCHER)
+PLACES = (*_METHODS, "rank_zero", "dataset", "collate", "backward", "optimizer", LAUNCHER)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ def inject(fault: Fault, trainer: Trainer, rank: int, world_size: int) -> None:
     trigger = _Trigger(fault, trainer, mine=rank == culprit)
     if fault.at in _METHODS:
         setattr(trainer, fault.at, partial(trigger.call, getattr(trainer, fault.at)))
+    elif fault.at == "rank_zero":
+        trainer.rank_zero = partial(_section, trainer.rank_zero, trigger)  # type: ignore[method-assign]
     elif fault.at == "optimizer":
         trainer.build_optimizers = partial(_with_step_hook, trainer.build_optimizers, trigger)  # type: ignore[method-assign]
     elif fault.at == "backward":
@@ -153,6 +156,14 @@ class _Trigger:
         except FileExistsError:
             return False
         return True
+
+
+@contextmanager
+def _section(section: Callable[..., Any], trigger: _Trigger, *args: Any, **kwargs: Any) -> Iterator[bool]:
+    with section(*args, **kwargs) as mine:
+        if mine:
+            trigger.strike()
+        yield mine
 
 
 def _with_step_hook(build: Callable[[], dict[str, Any]], trigger: _Trigger) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from safetrain.words import ranks_in_words
 JOIN_TIMEOUT_S = 20.0
 _WATCHED_LIMIT_S = 120.0  # under an elastic agent every process exists, and its end is seen: only imports may differ
 _LOOK_EVERY_S = 0.02
-_READ_LIMIT_S = 2.0  # how long rank 0, whose process may hold the store, stays for the others to read the verdict
+_READ_LIMIT_S = 5.0  # how long rank 0, whose process may hold the store, stays for the others to read the verdict
 _SLACK_S = 5.0
 
 
@@ -199,8 +199,10 @@ def _roll_call(store: Store, me: Place, deadline: float, limit_s: float) -> tupl
     if verdict["wrong"]:
         if me.rank == 0:
             with suppress(dist.DistStoreError):
-                arrived = store.add("arrivals", 0)
-                store.wait([f"read_{n}" for n in range(1, arrived + 1)], timedelta(seconds=_READ_LIMIT_S))
+                # who has not come by now is still to come, unless it was waited for long enough
+                readers = store.add("arrivals", 0)
+                readers = readers if time.monotonic() > deadline else max(readers, me.world_size)
+                store.wait([f"read_{n}" for n in range(1, readers + 1)], timedelta(seconds=_READ_LIMIT_S))
         raise UsageError(verdict["wrong"])
     places = [Place(**place) for place in verdict["places"]]
     if me not in places:

@@ -8,10 +8,8 @@ from safetrain.testimony import Testimony
 
 _LOCK_FILES = ("threading.py", "queue.py")
 _LOCK_CALLS = (".acquire(", "with ", ".join(", ".get(", ".wait(")
-_LONGER = (
-    "If it is meant to take so long, raise {key} (the limit was {limit:.3g} s), or give it a limit of its own: "
-    '`with self.rank_zero("name", limit_s=...)`.'
-)
+_LONGER = "If it is meant to take so long, raise {key} (the limit was {limit:.3g} s)"
+_OWN_LIMIT = 'or give it a limit of its own: `with self.rank_zero("name", limit_s=...)`'
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,10 @@ def remedy_for(one: Testimony) -> Remedy:
 
 
 def _stuck(one: Testimony) -> Remedy:
+    section = one.phase.partition("rank_zero:")[2]
     key = "watchdog.stall_s" if one.step > 0 else "watchdog.first_step_stall_s"
-    longer = _LONGER.format(key=key, limit=one.limit_s)
+    longer = _LONGER.format(key=f"limit_s of rank_zero({section!r})" if section else key, limit=one.limit_s)
+    longer += "." if section else f", {_OWN_LIMIT}."
     if one.workers:
         busy = [worker for worker in one.workers if worker.stack] or list(one.workers)
         pids = ", ".join(str(worker.pid) for worker in busy)
@@ -43,7 +43,8 @@ def _stuck(one: Testimony) -> Remedy:
         )
     frame = one.user_frame
     inner = one.stack[-1].file if one.stack else ""
-    if inner.endswith(_LOCK_FILES) or (frame and any(call in frame.source for call in _LOCK_CALLS)):
+    line = frame.source if frame and frame == one.stack[-1] else ""  # else something was called there
+    if inner.endswith(_LOCK_FILES) or any(call in line for call in _LOCK_CALLS):
         return Remedy(
             "stuck",
             "it waits for a lock, a queue, a thread or a process that does not let it go on.",

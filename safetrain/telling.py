@@ -69,9 +69,10 @@ def called(one: Testimony) -> str:
 def when(one: Testimony) -> str:
     """``in training_step at step 5``."""
     step = "" if one.phase in ("start", "build", "done") else f" at step {one.step}"
-    if not one.phase or ":" in one.phase:  # not known, or a meeting: it is told by its name
+    meeting, _, name = one.phase.partition(":")
+    if not meeting or (name and one.state == "waiting"):  # not known, or told by what it waits in
         return step.strip()
-    return f"{_DOING.get(one.phase, f'in {one.phase}')}{step}"
+    return f"in {meeting}({name!r}){step}" if name else f"{_DOING.get(meeting, f'in {meeting}')}{step}"
 
 
 def wait_in_words(one: Testimony) -> str:

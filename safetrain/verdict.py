@@ -1,146 +1,110 @@
-"""Idea 5: from what all ranks say to one verdict. Pure functions: what is known goes in, words to act on come out.
+"""The verdict: why a job ended, in words for people and in a form for programs, the same whatever ended it.
 
-A rank that waits for others is never the culprit while one of them still moves. A rank that is stuck outside any
-collective, or does not answer, is. Where all of them wait in collectives, they wait for each other: the fewer are at
-fault, and both sides' calls are told.
+``failed.py`` draws it from the records and exits of ranks that failed, ``stalled.py`` from what ranks say that stand
+still.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from safetrain.deadlock import explain
-from safetrain.standstill import Remedy, remedy_for
-from safetrain.telling import alike, called, names, situation, tell, verb, wait_in_words, when
-from safetrain.testimony import Testimony
+_LOGS_TOLD = 4
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a job stands still.
+    """Why a job ended, culprit first.
 
     Attributes:
-        sentence: who, where, since when; ``place`` and ``source``: the line of the user's, empty where none is known.
-        others: what the other ranks do, one sentence for all that do the same.
-        testimonies: what all this is drawn from, in rank order.
+        sentence: which rank, where and when, did or failed to do what.
+        culprits: the ranks at fault.
+        place: the line of the user's, empty where none is known; ``detail`` is what is there: the line, or the error.
+        others: what the other ranks do or did, one sentence for all that do the same.
+        cause, remedy: what it usually comes from and what to do; empty where ``detail`` says enough.
+        evidence: lines to read on: a traceback, a stack, the end of a log.
+        ranks: what all this is drawn from: a dataclass for each rank that is known of.
     """
 
     sentence: str
-    culprits: tuple[int, ...]
-    place: str
-    source: str
-    others: tuple[str, ...]
-    cause: str
-    remedy: str
-    testimonies: tuple[Testimony, ...]
+    culprits: tuple[int, ...] = ()
+    place: str = ""
+    detail: str = ""
+    others: tuple[str, ...] = ()
+    cause: str = ""
+    remedy: str = ""
+    evidence: tuple[str, ...] = ()
+    ranks: tuple[Any, ...] = ()
 
     def text(self, run_dir: Path | None) -> str:
-        """For a terminal, and for ``failure.txt``; culprit first."""
-        lines = [self.sentence, ""]
-        if self.place:
-            lines += [f"  {self.place}", *([f"    {self.source}"] if self.source else []), ""]
-        lines += [*self.others, *([""] if self.others else [])]
-        lines += [f"Likely cause: {self.cause}", f"What to do: {self.remedy}", ""]
-        if run_dir is None:
-            lines += self._stacks()
-        else:
-            logs = {rank: run_dir / "logs" / f"rank_{rank}.log" for rank in self.culprits[:4]}
-            lines += [f"Log of rank {rank}: {log}" for rank, log in logs.items() if log.exists()]
-            lines.append(f"Every rank's stack and last collectives: {run_dir / 'failure.json'}")
-        return "\n".join(lines).rstrip() + "\n"
+        """For a terminal, and for ``failure.txt``."""
+        paragraphs = [
+            [self.sentence],
+            [f"  {self.place}" if self.place else "", f"    {self.detail}" if self.detail else ""],
+            self.others,
+            [f"Likely cause: {self.cause}" if self.cause else "", f"What to do: {self.remedy}" if self.remedy else ""],
+            self.evidence,
+            [] if run_dir is None else self._where_the_rest_is(run_dir),
+        ]
+        filled = ["\n".join(line for line in lines if line) for lines in paragraphs]
+        return "\n\n".join(text for text in filled if text) + "\n"
 
-    def _stacks(self) -> list[str]:
-        """Where there is no file for them: those of the culprits."""
-        lines = []
-        for one in self.testimonies:
-            if one.rank in self.culprits and one.stack:
-                lines += [
-                    f"Stack of rank {one.rank}, innermost last:",
-                    *(f"  {frame}" for frame in one.stack[-12:]),
-                    "",
-                ]
-        return lines
+    def _where_the_rest_is(self, run_dir: Path) -> Sequence[str]:
+        logs = [(rank, run_dir / "logs" / f"rank_{rank}.log") for rank in self.culprits[:_LOGS_TOLD]]
+        return [
+            *(f"Log of rank {rank}: {log}" for rank, log in logs if log.exists()),
+            f"All that is known of every rank: {_json_path(run_dir)}",
+        ]
 
-    def to_json(self, run_dir: Path | None) -> str:
+    def to_json(self, run_dir: Path) -> str:
         """For programs: all of it, and the text."""
-        return json.dumps({"text": self.text(run_dir), **asdict(self)}, indent=1)
+        facts = {"text": self.text(run_dir), **asdict(self)}
+        return json.dumps(_without_infinities(facts), indent=1, allow_nan=False)
+
+    def publish(self, run_dir: Path | None) -> str | None:
+        """Write ``failure.json`` and ``failure.txt``; the text to show. None: another process was first, and shows its.
+
+        A directory that takes no file costs the files, not the text.
+        """
+        if run_dir is None:
+            return self.text(None)
+        try:
+            with _json_path(run_dir).open("x") as file:
+                file.write(self.to_json(run_dir))
+            (run_dir / "failure.txt").write_text(self.text(run_dir))
+        except FileExistsError:
+            return None
+        except OSError as error:
+            return f"{self.text(None)}\n{run_dir} takes no file: {error}\n"
+        return self.text(run_dir)
 
 
-def judge(testimonies: Sequence[Testimony]) -> Verdict | None:
-    """The verdict on a job of which some rank makes no progress; None where the job as a whole still moves."""
-    ranks = sorted(testimonies, key=lambda one: one.rank)
-    culprits = [one for one in ranks if one.state in ("stuck", "silent")]
-    if any(one.state == "paused" for one in ranks):  # somebody is debugging: nobody is late
-        return None
-    if culprits:
-        return _stands(culprits, ranks)
-    if any(one.state == "moving" for one in ranks):
-        return None
-    left = [one for one in ranks if one.state == "left"]
-    if left and len(left) < len(ranks):
-        return _left(left, ranks)
-    if left:
-        return None
-    found = explain(ranks)
-    return _verdict(found.sentence, found.culprits, found.told, ranks, found.remedy)
+def published(run_dir: Path) -> str | None:
+    """The text of the verdict that is in ``run_dir``; None where there is none, or only half of one."""
+    with suppress(FileNotFoundError, ValueError):  # who wrote it may have been killed at that
+        return str(json.loads(_json_path(run_dir).read_text())["text"])
+    return None
 
 
-def judge_alone(one: Testimony) -> Verdict:
-    """The verdict of a rank that makes no progress and can't ask the others."""
-    remedy = Remedy(
-        "alone",
-        "the ranks' store is gone or does not answer: the launcher, or the rank that serves it (rank 0 where there is "
-        "no launcher), was stopped or killed; or the network is down."
-        if one.state == "waiting"
-        else remedy_for(one).cause,
-        "look at that process and at its log." if one.state == "waiting" else remedy_for(one).remedy,
-    )
-    doing = f"waits in {wait_in_words(one)}{called(one)}" if one.state == "waiting" else "is stuck"
-    sentence = (
-        f"Training stalled: rank {one.rank} {doing} {when(one)} ({one.host}, process {one.pid}), without progress for "
-        f"{one.seconds:.0f} s, and the other ranks cannot be asked."
-    )
-    return _verdict(sentence, [one.rank], [one], [one], remedy)
+def forget(run_dir: Path) -> None:
+    """Remove the verdict on an earlier job."""
+    for path in (_json_path(run_dir), run_dir / "failure.txt"):
+        path.unlink(missing_ok=True)
 
 
-def _stands(culprits: Sequence[Testimony], ranks: Sequence[Testimony]) -> Verdict:
-    first = max(culprits, key=lambda one: (one.state == "silent", one.seconds))
-    same = [one for one in culprits if situation(one) == situation(first)]
-    remedy = remedy_for(first)
-    sentence = (
-        f"Training stalled: {names(same)} {verb(same, 'is', 'are')} {remedy.state} {when(first)} "
-        f"({first.host}, process {first.pid}), without progress for {first.seconds:.0f} s."
-    )
-    return _verdict(sentence, [one.rank for one in same], same, ranks, remedy)
+def _json_path(run_dir: Path) -> Path:
+    return run_dir / "failure.json"
 
 
-def _left(left: Sequence[Testimony], ranks: Sequence[Testimony]) -> Verdict:
-    waiting = [one for one in ranks if one.state != "left"]
-    others = f"{names(waiting)} {verb(waiting, 'waits', 'wait')} {when(waiting[0])}"
-    sentence = f"Training stalled: {names(left)} left fit() while {others}."
-    remedy = Remedy(
-        "left",
-        "an exception that was caught round fit(), or a loop that ended on some ranks only.",
-        "let exceptions end the process, and decide together (self.agree, self.stop) when to end.",
-    )
-    return _verdict(sentence, [one.rank for one in left], left, ranks, remedy)
-
-
-def _verdict(
-    sentence: str, culprits: Sequence[int], told: Sequence[Testimony], ranks: Sequence[Testimony], remedy: Remedy
-) -> Verdict:
-    """``told``: the ranks that the sentence is about; all others get one of their own."""
-    frame = told[0].user_frame
-    return Verdict(
-        sentence=sentence,
-        culprits=tuple(culprits),
-        place=str(frame or ""),
-        source=frame.source if frame else "",
-        others=tuple(tell(group) for group in alike([one for one in ranks if one not in told])),
-        cause=remedy.cause,
-        remedy=remedy.remedy,
-        testimonies=tuple(ranks),
-    )
+def _without_infinities(value: Any) -> Any:
+    """JSON has no infinity: a limit that is none is null."""
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_infinities(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,7 @@
 
 A rank without progress for longer than its phase may take opens an inquiry on the board. Every rank's watchdog then
 says at once where its rank is; one of them, the judge, waits a moment for all, takes silence for evidence, and answers:
-carry on, or the verdict (verdict.py). On a verdict all ranks leave by ``os._exit``: nothing else ends a wait in Gloo.
+carry on, or the verdict (stalled.py). On a verdict all ranks leave by ``os._exit``: nothing else ends a wait in Gloo.
 
 A second thread watches the first one: torch's store knows no time limits, and any thread can die.
 """
@@ -23,11 +23,11 @@ from safetrain.activity import ACTIVITY
 from safetrain.board import Board
 from safetrain.comm import Comm
 from safetrain.config import Watchdog
-from safetrain.departure import leave_now, publish
+from safetrain.departure import leave_now, tell
 from safetrain.patience import Patience
 from safetrain.stacks import answer_signals, state_of
+from safetrain.stalled import judge, judge_alone
 from safetrain.testimony import Testimony
-from safetrain.verdict import judge, judge_alone
 from safetrain.whereabouts import note_whereabouts
 
 logger = logging.getLogger("safetrain")
@@ -39,6 +39,7 @@ _FAREWELL_S = 1.0  # the judge waits so long for the others to read its verdict
 _SECOND_THOUGHTS_S = 0.1  # between the verdict and the sentence: has anybody moved?
 _LOOK_S = 0.02
 _LONGEST_BEAT_S = 5.0
+_GUARD_STOPS_S = 2.0  # it waits for nobody
 _GUARD_S = 5.0  # a watchdog thread that has not looked for so long is stuck, or gone
 
 _live: _Watch | None = None
@@ -88,7 +89,10 @@ class _Watch:
     def stop(self) -> None:
         """No longer watch; where a verdict is under way, the process ends in here."""
         self._stopped.set()
-        self._threads[0].join(_ANSWER_S + _FAREWELL_S)
+        # A thread that outlived this could hold the last reference to a process group; to let go of it while Python
+        # ends is SIGABRT, since torch's destructor waits for the interpreter's lock (seen: 1 of 10 runs under load).
+        for thread, limit_s in zip(self._threads, (_ANSWER_S + _FAREWELL_S, _GUARD_STOPS_S), strict=True):
+            thread.join(limit_s)
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -128,7 +132,7 @@ class _Watch:
             if patience.exhausted and time.monotonic() - self._looked_at > _GUARD_S + self._options.poll_s:
                 own = self._testimony(patience)
                 if own.stands_still:
-                    publish(judge_alone(own), self._run_dir, tells=True)
+                    tell(judge_alone(own), self._run_dir, tells=True)
                     leave_now()
 
     # --- an inquiry -------------------------------------------------------------------------------------------------
@@ -168,11 +172,11 @@ class _Watch:
         """Tell the verdict and leave. Only now silent ranks are asked: the signal could set one free."""
         verdict = judge([one.probed(self._host) if one.state == "silent" else one for one in heard])
         assert verdict is not None
-        publish(verdict, self._run_dir, tells=self._tells)
-        silent = [(one.host, one.pid) for one in verdict.testimonies if one.state == "silent"]
+        tell(verdict, self._run_dir, tells=self._tells)
+        silent = [(one.host, one.pid) for one in verdict.ranks if one.state == "silent"]
         with suppress(Exception):  # the store may be gone by now; the verdict is out
             self._board.answer(number, json.dumps(silent or [("", 0)]))
-            speakers = sum(one.state not in ("silent", "left") for one in verdict.testimonies)
+            speakers = sum(one.state not in ("silent", "left") for one in verdict.ranks)
             deadline = time.monotonic() + _FAREWELL_S
             while self._board.gone(number) < speakers - 1 and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)

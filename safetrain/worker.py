@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +22,8 @@ from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm, is_communication_error, launcher_place
 from safetrain.config import Config
 from safetrain.errors import PeerFailed
-from safetrain.failure import Failure, await_records, summary
+from safetrain.failed import verdict_on
+from safetrain.failure import Failure, await_records
 from safetrain.injection import Fault, inject
 from safetrain.peers import gone_ranks
 from safetrain.rank_log import RankLog, fresh_line, redirect_output
@@ -154,10 +154,6 @@ def _tell(error: BaseException, run_dir: Path, rank: int, world_size: int, log: 
 def _story(failure: Failure, run_dir: Path, world_size: int) -> str:
     """What a rank prints that no launcher of ours speaks for: the whole story once, one line on the other ranks."""
     ended = [] if not failure.victim or failure.culprits else gone_ranks()
-    tells_all = not failure.victim or ended
-    text = summary(run_dir, world_size, ended)
-    if tells_all:
-        with suppress(FileExistsError), (run_dir / "failure.txt").open("x") as file:
-            file.write(text)
-            return text
+    if (not failure.victim or ended) and (text := verdict_on(run_dir, world_size, ended).publish(run_dir)):
+        return text
     return f"[rank {failure.rank}] ended: {failure.message.partition(chr(10))[0]}\n"

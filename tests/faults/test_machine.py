@@ -82,6 +82,6 @@ def test_shared_memory_is_full(tmp_path: Path) -> None:  # H71
     source.write_text(text.replace("self.model(batch)", "self.model(batch[:, :4])"))
     code, said = run_job(tmp_path, "loader.num_workers=1", within=_SMALL_SHM)
     assert code == 1
-    assert "What it means: /dev/shm, through which loader processes hand over their batches, is full" in said
+    assert "Likely cause: /dev/shm, through which loader processes hand over their batches, is full" in said
     assert "--shm-size" in said
     assert "loader.num_workers" in said

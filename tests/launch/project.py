@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ LIMIT_S = 90.0  # for a whole command; three processes import torch on a loaded 
 _GONE_S = 5.0  # what is promised: no process is left after that
 
 _MINE = '''
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import safetrain
@@ -42,6 +43,9 @@ class Mine(safetrain.Trainer):
         self.log("loss", self.model(batch).square().mean(dim=1))
     def error(self):
         raise ValueError("bad label 12")  # the line that the summary must name
+    def error_beside_a_thread(self):
+        threading.Thread(target=time.sleep, args=(600,), daemon=False).start()
+        raise ValueError("bad label 13")
     def leave(self):
         os._exit(3)
     def leave_quietly(self):
@@ -110,6 +114,7 @@ class Project:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_hear_ctrl_c,
         )
         self.started.append(process)
         return process
@@ -157,6 +162,11 @@ class Project:
                 return False
             time.sleep(0.02)
         return True
+
+
+def _hear_ctrl_c() -> None:
+    """Tests may run in a shell's background, where SIGINT is ignored, and so it would be in what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _command_line(process: Path) -> str:

@@ -38,7 +38,7 @@ def test_an_exception_is_told_once_with_its_line(project: Project, ranks: int, o
     lines = (project.folder / "mine.py").read_text().splitlines()
     line = next(number for number, code in enumerate(lines, start=1) if "bad label 12" in code)
     assert re.match(rf"Training failed on rank {on} at step 1 in training_step \(\S+, process \d+\)\.\n", text)
-    assert f"  {project.folder}/mine.py:{line}\n  ValueError: bad label 12\n" in text
+    assert f"  {project.folder}/mine.py:{line}\n    ValueError: bad label 12\n" in text
     assert text.count("Traceback (most recent call last)") == 1
     assert "torch/" not in text
     assert others(ranks, on) in text
@@ -46,7 +46,7 @@ def test_an_exception_is_told_once_with_its_line(project: Project, ranks: int, o
 
 
 @pytest.mark.parametrize(("ranks", "on"), CASES)
-def test_a_killed_rank_is_the_culprit_not_those_that_miss_it(project: Project, ranks: int, on: int) -> None:
+def test_a_killed_rank_is_the_culprit_not_those_that_miss_it(project: Project, ranks: int, on: int) -> None:  # H35
     text = fail(project, "die", ranks, on)
     assert re.match(rf"Training failed: rank {on} \(process \d+\) was killed by SIGKILL\.", text)
     assert others(ranks, on) in text
@@ -69,7 +69,7 @@ def test_sys_exit_in_user_code_is_a_failure(project: Project) -> None:
     assert "SystemExit: 7" in fail(project, "system_exit", 2, 1)
 
 
-def test_a_rank_that_ignores_sigterm_is_gone_after_the_grace(project: Project) -> None:
+def test_a_rank_that_ignores_sigterm_is_gone_after_the_grace(project: Project) -> None:  # H30, H34
     # rank 1 leaves; rank 0 neither hears SIGTERM nor comes to the collective
     (project.folder / "mine.py").write_text(
         (project.folder / "mine.py").read_text().replace("self.comm.rank == self.culprit and", "")
@@ -80,6 +80,12 @@ def test_a_rank_that_ignores_sigterm_is_gone_after_the_grace(project: Project) -
     assert done.code == 1
     assert done.seconds < 25  # torch alone would wait for 30 s
     assert re.match(r"Training failed: rank 1 \(process \d+\) left with exit code 3", done.err)
+
+
+def test_a_thread_that_goes_on_keeps_no_failed_rank_alive(project: Project) -> None:  # H28, H29
+    text = fail(project, "error_beside_a_thread", 2, 1)
+    assert "  ValueError: bad label 13\n" in text
+    assert others(2, 1) in text
 
 
 def test_an_error_while_the_trainer_is_built_keeps_its_type_and_place(project: Project) -> None:
@@ -94,6 +100,6 @@ def test_an_error_while_the_trainer_is_built_keeps_its_type_and_place(project: P
     done = project.run("recipe=mine")
     assert done.code == 1
     assert done.err.startswith("Training failed on ranks 0 and 1 (")
-    assert f"  {project.folder}/model.py:6\n  ValueError: too wide\n" in done.err
+    assert f"  {project.folder}/model.py:6\n    ValueError: too wide\n" in done.err
     assert "(while building model)" in done.err
     assert "hydra" not in done.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -91,12 +92,14 @@ def test_replicas_that_drift_apart(project: Project) -> None:
     assert text.startswith("Training ended at step 2: the ranks' replicas are not the same any more")
     assert "between steps 0 and 2" in text
     assert "parameter bias: by up to 1 (rank 0 against rank 1)" in text
+    (run_dir,) = project.run_dirs()
+    assert json.loads((run_dir / "failure.json").read_text())["culprits"] == [1]  # it alone has changed since step 0
 
 
 def test_a_section_that_fails(project: Project) -> None:
     text = summary(project, "section", 2, 0)
     assert re.match(r"Training failed on rank 0 at step 0 in rank_zero\('export'\)", text)
-    assert f"  {line(project, '# the disk')}\n  OSError: No space left on device\n" in text
+    assert f"  {line(project, '# the disk')}\n    OSError: No space left on device\n" in text
     assert "Rank 1 did not fail: ended because rank 0 did." in text
 
 

@@ -71,7 +71,7 @@ def run_directories(folder: Path) -> Iterator[Path]:
 
 def test_every_command_and_file_is_tried_here() -> None:
     assert sorted(shown_files()) == ["recipe/spirals.yaml", "script.py", "spirals.py"]
-    assert len(shown_commands()) == 7
+    assert len(shown_commands()) == 9
 
 
 @pytest.mark.slow
@@ -121,6 +121,21 @@ def test_without_hydra(folder: Path, start: str, ranks: int) -> None:
     assert len(accuracies) == ranks
     assert min(accuracies) == max(accuracies) > 0.9
     assert list(folder.glob("outputs")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [
+        (r"python -m safetrain\.chaos .*fault=sigkill.*", "rank 1 (process "),
+        (r"python -m safetrain\.chaos .*fault=stuck.*", "rank 1 is stuck waiting for a loader process"),
+    ],
+)
+def test_a_fault_on_purpose(folder: Path, start: str, told: str) -> None:
+    outcome = run(command(start), folder).splitlines()[-1]
+    assert re.search(r": ended after [\d.]+ s, exit code 1, named$", outcome)
+    (run_dir,) = run_directories(folder)
+    assert told in (run_dir / "failure.txt").read_text().splitlines()[0]
 
 
 def test_every_policy_is_in_the_table_with_its_default_first() -> None:

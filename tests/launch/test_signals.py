@@ -45,7 +45,7 @@ def test_ctrl_c_in_training(project: Project, send: Callable[[subprocess.Popen[s
     assert done.err.startswith("Interrupted by SIGINT; no rank is left. Run directory: outputs/mine/")
 
 
-def test_ctrl_c_twice(project: Project) -> None:
+def test_ctrl_c_twice(project: Project) -> None:  # H82
     process = project.start("recipe=mine", "trainer.fault=sleep")
     project.wait_until_training()
     to_group(process, signal.SIGINT)
@@ -88,7 +88,7 @@ def test_ctrl_c_at_other_moments_of_the_start(project: Project, libraries: int) 
     ended_by(project, process, signal.SIGINT)
 
 
-def test_a_killed_launcher_leaves_no_rank_and_no_loader_process(project: Project) -> None:
+def test_a_killed_launcher_leaves_no_rank_and_no_loader_process(project: Project) -> None:  # H30, H82
     process = project.start("recipe=mine", "trainer.fault=sleep", "loader.num_workers=1")
     project.wait_until_training()
     assert len(project.ranks()) >= 4

@@ -72,6 +72,10 @@ def reduces_alone(trainer: Faulty) -> None:
     dist.all_reduce(torch.ones(5))  # the line: alone
 
 
+def broadcasts_if_it_has_no_path(trainer: Faulty) -> None:  # H11: the path comes from a logger of one rank
+    dist.broadcast(torch.ones(3), src=0)  # the line: path
+
+
 def line_of(mark: str) -> str:
     """``file:line`` of the line in this file that ends with a mark."""
     lines = Path(__file__).read_text().splitlines()
@@ -124,16 +128,23 @@ def test_a_stuck_rank(tmp_path: Path, world_size: int, culprit: int, fault: Faul
 
 
 @RANKS
-def test_a_collective_on_one_rank_only(tmp_path: Path, world_size: int, culprit: int) -> None:
-    """The others wait for it in the gradients' reduction."""
-    found = verdict(
-        tmp_path, world_size, lambda run_dir: Faulty(reduces_alone, culprit, run_dir=run_dir, watchdog=options())
-    )
+@pytest.mark.parametrize(
+    ("fault", "call", "mark"),
+    [
+        (reduces_alone, "all_reduce of 5 floats", "alone"),
+        (broadcasts_if_it_has_no_path, "broadcast of 3 floats", "path"),
+    ],
+)
+def test_a_collective_on_one_rank_only(
+    tmp_path: Path, world_size: int, culprit: int, fault: Fault, call: str, mark: str
+) -> None:
+    """The others wait for it in the gradients' reduction; the groups' own time limit is far away (H99)."""
+    found = verdict(tmp_path, world_size, lambda run_dir: Faulty(fault, culprit, run_dir=run_dir, watchdog=options()))
     assert culprit in found["culprits"]
     assert found["culprits"] == [culprit] or world_size == 2
-    assert "all_reduce of 5 floats (the default group)" in found["sentence"]
+    assert f"{call} (the default group)" in found["sentence"]
     assert (f"only rank {culprit} came" if world_size > 2 else f"where rank {culprit} has waited") in found["sentence"]
-    assert found["place"].startswith(line_of("alone"))
+    assert found["place"].startswith(line_of(mark))
     assert "the gradients" in found["others"][0]
 
 

@@ -154,6 +154,17 @@ def test_no_false_alarm(case: type[Slow], slow_rank: int, tmp_path: Path) -> Non
     assert not (tmp_path / "failure.json").exists()
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_nothing_of_a_watchdog_is_left_when_python_ends(world_size: int) -> None:
+    """Else its thread may be the one to destroy a process group then, which aborts a job that was well."""
+
+    def threads_left(comm: Comm) -> list[str]:
+        Slow(slow_rank=-1).fit()
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("safetrain")]
+
+    assert run_ranks(threads_left, world_size) == [[]] * world_size
+
+
 def test_a_job_that_was_suspended_goes_on(tmp_path: Path) -> None:
     """Ctrl-Z and fg: all ranks stop at once, for longer than the limit."""
 

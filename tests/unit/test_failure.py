@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import signal
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from safetrain.errors import PeerFailed, RankFailed
-from safetrain.failure import Exit, Failure, await_records, first_failure, is_user_file, read_failures, summary
+from safetrain.failed import verdict_on
+from safetrain.failure import Exit, Failure, await_records, is_user_file, read_failures
 
 
 def record(rank: int, error: BaseException, *, time_ns: int = 0, victim: bool = False) -> Failure:
     facts = vars(Failure.of(error, rank, victim=victim)) | {"time_ns": time_ns, "host": "node1", "pid": 100 + rank}
     return Failure(**facts)
+
+
+def summary(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> str:
+    return verdict_on(run_dir, world_size, exits).text(run_dir)
 
 
 def raised(path: Path, code: str) -> BaseException:
@@ -56,7 +62,7 @@ def test_a_loader_process_puts_the_place_into_its_message(tmp_path: Path) -> Non
     )
     record(1, ValueError(message)).write(tmp_path)
     text = summary(tmp_path, 2)
-    assert f"  {tmp_path}/data.py:7\n  ValueError: bad: sample\n" in text
+    assert f"  {tmp_path}/data.py:7\n    ValueError: bad: sample\n" in text
 
 
 def test_records_are_read_back_and_a_victim_waits_for_the_culprits(tmp_path: Path) -> None:
@@ -68,13 +74,22 @@ def test_records_are_read_back_and_a_victim_waits_for_the_culprits(tmp_path: Pat
     assert read_failures(tmp_path) == failures[::-1]
 
 
-def test_the_earliest_that_is_no_victim_is_the_culprit() -> None:
+def test_the_earliest_that_is_no_victim_is_the_culprit(tmp_path: Path) -> None:
     victim = record(0, ConnectionError("closed by peer"), time_ns=1, victim=True)
     peer = record(3, PeerFailed("rank 2 failed", ranks=[2], step=4), time_ns=2)
     first, second = record(2, ValueError("a"), time_ns=3), record(1, ValueError("b"), time_ns=4)
     assert peer.victim
-    assert first_failure([victim, peer, second, first]) == first
-    assert first_failure([victim, peer]) is None
+    for failure in (victim, peer):
+        failure.write(tmp_path)
+    assert verdict_on(tmp_path, 4).culprits == (2,)  # nobody's own record; the peer was told
+    for failure in (second, first):
+        failure.write(tmp_path)
+    found = verdict_on(tmp_path, 4)
+    assert (found.culprits, found.detail) == ((2,), "ValueError: a")
+    assert found.others == (
+        "Rank 1 failed too: ValueError: b",
+        "Ranks 0 and 3 did not fail: ended because ranks 1 and 2 did.",
+    )
 
 
 def test_the_summary_tells_the_culprit_first_its_traceback_once_and_then_the_victims(tmp_path: Path) -> None:
@@ -88,7 +103,9 @@ def test_the_summary_tells_the_culprit_first_its_traceback_once_and_then_the_vic
         Training failed on rank 1 at step 12 in training_step (node1, process 101).
 
           {tmp_path}/mine.py:1
-          ValueError: bad label 12
+            ValueError: bad label 12
+
+        Ranks 0, 2 and 3 did not fail: ended because rank 1 did.
 
         Traceback of rank 1, from your code on:
         Traceback (most recent call last):
@@ -96,8 +113,7 @@ def test_the_summary_tells_the_culprit_first_its_traceback_once_and_then_the_vic
             raise ValueError('bad label 12')
         ValueError: bad label 12
 
-        Ranks 0, 2 and 3 did not fail: ended because rank 1 did.
-        Log of rank 1: {tmp_path}/logs/rank_1.log
+        All that is known of every rank: {tmp_path}/failure.json
         """
     )
 

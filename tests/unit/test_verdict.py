@@ -11,8 +11,9 @@ from safetrain import testimony
 from safetrain.bypass import ways_past
 from safetrain.flight_recorder import Collective
 from safetrain.stacks import Frame
+from safetrain.stalled import judge, judge_alone
 from safetrain.testimony import State, Worker
-from safetrain.verdict import Verdict, judge, judge_alone
+from safetrain.verdict import Verdict
 
 USER = Frame("/mine/train.py", 41, "training_step")
 LOOP = Frame(str(Path(__file__).parents[2] / "safetrain" / "parts.py"), 50, "training_step")
@@ -70,10 +71,13 @@ def test_the_text_has_the_culprit_first_and_says_where_the_rest_is(tmp_path: Pat
         text.index(part) for part in (found.place, found.others[0], "Likely cause", "What to do", "rank_1.log", ".json")
     ]
     assert places == sorted(places)
-    assert "Stack of rank 1" in found.text(None)
+    inner = Frame("/mine/model.py", 7, "forward")
+    deep = verdict_on(waiting_in_gradients(0), rank(1, "stuck", stack=(LOOP, USER, inner)))
+    assert f"Stack of rank 1, innermost last:\n  {USER}\n  {inner}\n" in deep.text(None)
+    assert str(LOOP) not in deep.text(None)
     written = json.loads(found.to_json(tmp_path))
     assert (written["text"], written["culprits"]) == (text, [1])
-    assert [one["rank"] for one in written["testimonies"]] == [0, 1]
+    assert [one["rank"] for one in written["ranks"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +151,23 @@ def test_all_in_one_call_is_the_network() -> None:
     found = verdict_on(*(rank(n, "waiting", call()) for n in range(2)))
     assert found.culprits == (0, 1)
     assert "network" in found.cause
+
+
+def test_a_section_of_rank_0_is_told_by_its_name_and_its_own_limit() -> None:
+    others = [rank(n, "moving", phase="rank_zero:export") for n in (1, 2)]
+    found = verdict_on(rank(0, "stuck", phase="rank_zero:export"), *others)
+    assert "rank 0 is stuck in rank_zero('export') at step 5" in found.sentence
+    assert "raise limit_s of rank_zero('export') (the limit was 60 s)." in found.remedy
+    assert found.others[0].startswith("Ranks 1 and 2 are in rank_zero('export') at step 5")
+
+
+@pytest.mark.parametrize(("source", "lock"), [("with self.lock:", True), ("with open(path) as file:", False)])
+def test_a_with_is_a_lock_only_where_nothing_was_called(tmp_path: Path, source: str, lock: bool) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(source)
+    frame = Frame(str(file), 1, "training_step")
+    inner = () if lock else (Frame("/lib/python3.11/gzip.py", 300, "read"),)
+    assert ("lock" in verdict_on(waiting_in_gradients(0), rank(1, "stuck", stack=(frame, *inner))).cause) == lock
 
 
 def test_a_named_barrier() -> None:
