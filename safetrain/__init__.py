@@ -59,6 +59,7 @@ _HOMES = {
     "Observer": "observer",
     "PeerFailed": "errors",
     "Policies": "policies",
+    "Preempted": "errors",
     "RankFailed": "errors",
     "RanksDiffer": "errors",
     "Result": "report",

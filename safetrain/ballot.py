@@ -48,6 +48,7 @@ class Vote:
     more_data: bool = True
     stop: bool = False
     save: bool = False  # it wants a checkpoint after the next window
+    leave: bool = False  # it was told to leave, once there is one
     relayout: bool = False  # its parameters are no longer those that DDP was built for
     completed: bool = False  # some parameter got no gradient from its own batches
     unused_changed: bool = False  # ... and not the same ones as when the ranks last compared them
@@ -67,6 +68,7 @@ class Tally(NamedTuple):
     more_data: int
     stop: int
     save: int
+    leave: int
     relayout: int
     completed: int
     unused_changed: int
@@ -103,7 +105,7 @@ def fingerprint(names: Sequence[str]) -> int:
 class BallotBox:
     """Encodes one rank's vote into words, and decodes the words summed over ranks."""
 
-    _COUNTS: ClassVar = ("more_data", "stop", "save", "relayout", "completed", "unused_changed")
+    _COUNTS: ClassVar = ("more_data", "stop", "save", "leave", "relayout", "completed", "unused_changed")
     _COMPARED: ClassVar = ("step", "applied_steps", "log_keys")
 
     def __init__(self, rank: int, world_size: int, *, bits: int) -> None:
@@ -127,6 +129,7 @@ class BallotBox:
             vote.more_data,
             vote.stop,
             vote.save,
+            vote.leave,
             vote.relayout,
             vote.completed,
             vote.unused_changed,
@@ -156,9 +159,9 @@ class BallotBox:
                 "rank only, and for a model that was moved, converted or re-registered inside the step."
             )
         no_data, skip, out_of_memory, failed, rank_sum = words[2:7]
-        more_data, stop, save, relayout, completed, unused_changed = words[7:13]
-        limbs = words[13 : 13 + self._limbs]
-        compared = words[13 + self._limbs : -1]
+        more_data, stop, save, leave, relayout, completed, unused_changed = words[7:14]
+        limbs = words[14 : 14 + self._limbs]
+        compared = words[14 + self._limbs : -1]
         same = [
             world_size * squares == total * total for total, squares in zip(compared[::2], compared[1::2], strict=True)
         ]
@@ -172,6 +175,7 @@ class BallotBox:
             more_data=more_data,
             stop=stop,
             save=save,
+            leave=leave,
             relayout=relayout,
             completed=completed,
             unused_changed=unused_changed,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from safetrain.catalog import recipes
 from safetrain.checks import nearest
-from safetrain.errors import ConfigError, SafetrainError, UsageError
+from safetrain.errors import ConfigError, Preempted, SafetrainError, UsageError
 from safetrain.rank_log import fresh_line
 from safetrain.run_dir import occupied
 from safetrain.verdict import forget, published
@@ -29,12 +30,21 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from safetrain.config import Config
+    from safetrain.launch import Interrupted
 
 OK, FAILED, WRONG = 0, 1, 2
 
 
 class TrainingFailed(SafetrainError):
     """Ranks failed; the message is the whole story."""
+
+
+class JobEnded(Exception):
+    """A signal ended the job, and with it the command; no rank is left."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
 
 
 @dataclass
@@ -75,7 +85,6 @@ def list_recipes() -> str:
 def _as_launcher() -> int:
     """Compose, and start ranks for each job."""
     from safetrain.compose import for_each_job, job_overrides, resolve
-    from safetrain.launch import Interrupted
 
     jobs: list[Job] = []
 
@@ -85,9 +94,9 @@ def _as_launcher() -> int:
             config = resolve(composed)
             job.run_dir = _shown(Path(config.run_dir))
             job.metric = train(config)
-        except Interrupted as signal:
-            _complain(f"Interrupted by {signal}; no rank is left. Run directory: {job.run_dir}")
-            raise SystemExit(signal.exit_code) from None  # no Exception: it ends a sweep, too
+        except JobEnded as ended:
+            _complain(str(ended))
+            raise SystemExit(ended.exit_code) from None  # no Exception: it ends a sweep, too
         except SafetrainError as error:
             job.exit_code = WRONG if isinstance(error, (ConfigError, UsageError)) else FAILED
             _complain(error)
@@ -110,24 +119,27 @@ def train(config: Config) -> float | None:
     Raises:
         ConfigError: it asks for more than this machine has, or the metric was never logged.
         TrainingFailed: a rank failed.
-        Interrupted: a signal ended it.
+        JobEnded: a signal ended it.
     """
     from safetrain.failed import verdict_on
-    from safetrain.launch import launch, number_of_ranks
+    from safetrain.launch import Interrupted, launch, number_of_ranks
 
     ranks, run_dir = number_of_ranks(config), Path(config.run_dir)
     with occupied(run_dir):
         _prepare(config)
         print(f"{config.name}: {ranks} rank{'s' if ranks > 1 else ''}, {_shown(run_dir)}", flush=True)
         env = {name: str(value) for name, value in config.env.items()}
-        ended = launch(run_dir / "config.yaml", ranks, grace_s=config.launch.grace_s, env=env)
+        try:
+            ended = launch(run_dir / "config.yaml", ranks, options=config.launch, env=env)
+        except Interrupted as by:
+            raise JobEnded(*_interrupted(by, run_dir)) from None
     result = run_dir / "result.json"
     if not ended.ok or not result.exists():
-        story = published(run_dir)  # where a watchdog ended the job, it has said all
-        if story is None:
+        told = published(run_dir)  # the ranks, or a watchdog, may have said all
+        if told is None:
             verdict = verdict_on(run_dir, ranks, ended.exits)
-            story = verdict.publish(run_dir) or verdict.text(run_dir)
-        raise TrainingFailed(story)
+            raise TrainingFailed(verdict.publish(run_dir) or verdict.text(run_dir))
+        raise TrainingFailed(told.text) if told.exit_code == FAILED else JobEnded(told.text, told.exit_code)
     metrics = json.loads(result.read_text())["metrics"]
     if config.metric is None:
         return None
@@ -135,6 +147,19 @@ def train(config: Config) -> float | None:
         names = ", ".join(sorted(metrics)) or "none"
         raise ConfigError(f"metric={config.metric}: was not logged.{nearest(config.metric, metrics)} Logged: {names}.")
     return float(metrics[config.metric])
+
+
+def _interrupted(by: Interrupted, run_dir: Path) -> tuple[str, int]:
+    """The words, and the exit code, where the launcher got a signal."""
+    told = published(run_dir)
+    if told is not None and told.exit_code == Preempted.EXIT_CODE:
+        return told
+    text = f"Interrupted by {by}; no rank is left. Run directory: {_shown(run_dir)}"
+    if by.number != signal.SIGTERM:
+        return text, 128 + by.number
+    kept = sorted((run_dir / "checkpoints").glob("step_*"))
+    rest = "resume=auto goes on from the last checkpoint before" if kept else "nothing had been saved"
+    return f"{text}\nThe ranks did not come to the end of a step in time: {rest}.", Preempted.EXIT_CODE
 
 
 def _as_rank(arguments: Sequence[str]) -> int:

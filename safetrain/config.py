@@ -90,14 +90,16 @@ class Launch:
     join_timeout_s: float = 20
     """Longest wait at the start for ranks that do not come."""
     grace_s: float = 3
-    """Time that a rank has to end after SIGTERM, before SIGKILL."""
+    """Time that a rank has to end when another one has failed, before SIGKILL."""
+    preemption_grace_s: float = 30
+    """Time that all ranks have to save and to end when the launcher gets SIGTERM, before SIGKILL."""
 
     def __post_init__(self) -> None:
         check_types(self, "launch")
         if self.nproc_per_node != "auto":
             at_least(self, "launch", 1, "nproc_per_node")
         more_than_zero(self, "launch", "timeout_s", "join_timeout_s")
-        at_least(self, "launch", 0, "grace_s")
+        at_least(self, "launch", 0, "grace_s", "preemption_grace_s")
 
 
 @dataclass(frozen=True, kw_only=True)

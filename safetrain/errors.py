@@ -12,6 +12,7 @@ SafetrainError
 └── TrainingStopped        a policy's limit was reached; raised on all ranks at the same step
 
 SkipBatch                  raised by users: "leave this micro-batch out"
+Preempted                  a SystemExit: the run was told to leave, and is saved
 """
 
 from __future__ import annotations
@@ -93,6 +94,17 @@ class TrainingStopped(SafetrainError):
 
 class SkipBatch(Exception):
     """Raise it in a dataset, a collate function or ``training_step``: this micro-batch is to be left out."""
+
+
+class Preempted(SystemExit):
+    """The run was told to leave by a signal. Raised on all ranks after the same step, when its state is saved; not
+    caught, it ends the process with exit code 75: run it again."""
+
+    EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
+
+    def __init__(self, step: int, *, saved: bool) -> None:
+        super().__init__(self.EXIT_CODE)
+        self.step, self.saved = step, saved
 
 
 def _failed(rank: int, step: int, reason: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetrain import causes
-from safetrain.errors import RanksDiffer
+from safetrain.errors import Preempted, RanksDiffer
 from safetrain.failure import Exit, Failure, headline, log_path, read_failures, user_lines
 from safetrain.verdict import Verdict
 from safetrain.words import ranks_in_words
@@ -48,6 +48,16 @@ def verdict_on(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> Ve
             f"{ranks_in_words(victims).capitalize()} did not fail: ended because {ranks_in_words(sorted(told))} did."
         )
     return replace(verdict, others=tuple(others), ranks=(*failures, *silent))
+
+
+def preempted(left: Preempted, run_dir: Path) -> Verdict:
+    """No failure: the run was told to leave, and can go on."""
+    kept = f"its state is saved in {run_dir / 'checkpoints'}" if left.saved else "nothing is saved"
+    return Verdict(
+        sentence=f"Preempted: told to leave by a signal, all ranks stopped after step {left.step}, and {kept}.",
+        remedy="run the same command with resume=auto." if left.saved else "run it again.",
+        exit_code=left.EXIT_CODE,
+    )
 
 
 def _silent(failures: Sequence[Failure], exits: Sequence[Exit]) -> list[Exit]:

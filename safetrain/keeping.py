@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from time import monotonic
-from typing import Any
+from typing import Any, NoReturn
 
 from safetrain.activity import ACTIVITY
 from safetrain.best import BestMetric
 from safetrain.checkpoint import Checkpoints
 from safetrain.config import Checkpoint
+from safetrain.errors import Preempted
 from safetrain.feed import Feed
 from safetrain.report import Reporter
 from safetrain.snapshot import Snapshot
@@ -38,7 +39,7 @@ class Keeper:
         self._max_steps, self._config_text = max_steps, config_text
         self._keeps_time = rank == 0 and options.every_minutes is not None
         self._saved_at = monotonic()
-        self._asked_here = self._agreed = self._planned = False
+        self._asked_here = self._agreed = self._planned = self._leaves = False
 
     def ask(self) -> None:
         """This rank wants a checkpoint, soon."""
@@ -58,19 +59,37 @@ class Keeper:
         self._feed.remembers = self._planned and self._checkpoints is not None
 
     def window_done(self, step: int, epoch: int, result: WindowResult) -> None:
-        """``step`` steps are done; all ranks call it."""
+        """``step`` steps are done; all ranks call it.
+
+        Raises:
+            Preempted: some rank was told to leave, and the run is saved.
+        """
         due = self._planned or (self._options.at_end and result.stop)
-        if result.save:
+        leaves = self._leaves
+        if result.save or result.leave:
             self._agreed, self._asked_here = True, False
+            self._leaves = self._leaves or result.leave
         if due and not result.epoch_ends:
             self._save(step, epoch, None)
+            if leaves:
+                self._leave(step)
 
     def epoch_done(self, step: int, epochs: int, validation: Mapping[str, float], *, last: bool) -> None:
-        """Between two epochs, ``epochs`` being done; ``validation``: what this one's gave, if it had one."""
+        """Between two epochs, ``epochs`` being done; ``validation``: what this one's gave, if it had one.
+
+        Raises:
+            Preempted: as ``window_done`` does; not at the run's own end.
+        """
         metric = self._best.judge(validation)
         every = self._options.every_epochs
         if self._planned or self._agreed or (every and epochs % every == 0) or (last and self._options.at_end):
             self._save(step, epochs, metric)
+        if self._leaves and not last:
+            self._leave(step)
+
+    def _leave(self, step: int) -> NoReturn:
+        self.finish()
+        raise Preempted(step, saved=self._checkpoints is not None)
 
     def finish(self) -> None:
         """What was saved is written when this returns."""

@@ -2,7 +2,8 @@
 
 The parent is never a rank. The agent runs each rank as a command of its own, around a store on a free port of this
 machine, so two jobs cannot collide; it never restarts a rank. A signal to the parent, the first failed rank, or the
-parent's own end (whatever its cause) ends all ranks: SIGTERM, ``grace_s``, SIGKILL.
+parent's own end (whatever its cause) ends all ranks: a signal, ``grace_s``, SIGKILL. Only SIGTERM to the parent is
+passed on as SIGTERM: the ranks then save before they go (preemption.py). Else they get SIGINT, which ends them at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from safetrain.comm import launcher_place
-from safetrain.config import Config
+from safetrain.config import Config, Launch
 from safetrain.environ import environment
 from safetrain.errors import ConfigError, UsageError
 from safetrain.failure import Exit
@@ -48,7 +49,7 @@ class Interrupted(Exception):
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)
-        self.exit_code = 128 + number
+        self.number = number
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def number_of_ranks(config: Config) -> int:
     return asked
 
 
-def launch(config_file: Path, ranks: int, *, grace_s: float, env: Mapping[str, str]) -> Ended:
+def launch(config_file: Path, ranks: int, *, options: Launch, env: Mapping[str, str]) -> Ended:
     """Run ``safetrain.rank`` on ``config_file`` in ``ranks`` processes, with ``env`` added to their environment.
 
     Returns when all have ended. Call it in the main thread.
@@ -99,7 +100,7 @@ def launch(config_file: Path, ranks: int, *, grace_s: float, env: Mapping[str, s
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # signals are handled here
     }
     parameters = RendezvousParameters("c10d", f"{_HERE}:0", uuid.uuid4().hex, 1, 1, local_addr=_HERE, is_host=True)
-    with Whereabouts.open() as seen, environment({**own, **seen.environment, **env}), _signals_end_the_job():
+    with Whereabouts.open() as seen, environment({**own, **seen.environment, **env}), _signals_end_the_job() as told:
         handler = get_rendezvous_handler(parameters)
         spec = WorkerSpec(
             role="rank",
@@ -111,7 +112,7 @@ def launch(config_file: Path, ranks: int, *, grace_s: float, env: Mapping[str, s
             monitor_interval=_POLL_S,
             local_addr=_HERE,
         )
-        agent = _Agent(spec, grace_s, seen)
+        agent = _Agent(spec, options, seen, told)
         with _stacks_on_request(agent, seen):
             try:
                 state = agent.run().state
@@ -121,15 +122,16 @@ def launch(config_file: Path, ranks: int, *, grace_s: float, env: Mapping[str, s
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which also tells which ranks ended by themselves, and ends the others within ``grace_s``.
+    """torch's agent, which also tells which ranks ended by themselves, and ends the others in the time they have.
 
-    Left alone it gives ranks that ignore SIGTERM 30 s when another one has failed, whatever it was told.
+    Left alone it gives ranks that ignore SIGTERM 30 s when another one has failed, whatever it was told. ``told``: the
+    signals that the launcher has got.
     """
 
-    def __init__(self, spec: WorkerSpec, grace_s: float, seen: Whereabouts) -> None:
+    def __init__(self, spec: WorkerSpec, options: Launch, seen: Whereabouts, told: Sequence[signal.Signals]) -> None:
         super().__init__(spec, logs_specs=DefaultLogsSpecs(log_dir=os.devnull))
         self.exits: list[Exit] = []
-        self._grace_s, self._seen = grace_s, seen
+        self._options, self._seen, self._told = options, seen, told
 
     def pids(self) -> list[int]:
         """The ranks' processes, by local rank; empty until they are started."""
@@ -149,16 +151,19 @@ class _Agent(LocalElasticAgent):
                     for rank, code in codes.items()
                     if code is not None
                 ]
-            self._within_limit(lambda: end_ranks(signal.SIGTERM, self._grace_s), context)  # type: ignore[arg-type]
+            preempted = signal.SIGTERM in self._told
+            number = signal.SIGTERM if preempted else signal.SIGINT
+            limit_s = self._options.preemption_grace_s if preempted else self._options.grace_s
+            self._within_limit(lambda: end_ranks(number, limit_s), context, limit_s)  # type: ignore[arg-type]
 
         context.close = close  # type: ignore[method-assign]  # the only place before the first SIGTERM
         return pids
 
-    def _within_limit(self, end_ranks: Callable[[], None], context: SubprocessContext) -> None:
+    def _within_limit(self, end_ranks: Callable[[], None], context: SubprocessContext, limit_s: float) -> None:
         """Left alone, torch waits for ever for a process that not even SIGKILL ends."""
         ending = threading.Thread(target=end_ranks, name="safetrain-end-ranks", daemon=True)
         ending.start()
-        ending.join(self._grace_s + _KILL_LIMIT_S)
+        ending.join(limit_s + _KILL_LIMIT_S)
         if ending.is_alive():
             left = [handler.proc.pid for handler in context.subprocess_handlers.values() if handler.proc.poll() is None]
             say(f"Processes that SIGKILL does not end (they wait in the kernel, for a disk or a device): {left}")
@@ -187,8 +192,9 @@ def _stacks_on_request(agent: _Agent, seen: Whereabouts) -> Iterator[None]:
 
 
 @contextmanager
-def _signals_end_the_job() -> Iterator[None]:
-    """The first signal ends the job; a second one leaves at once, and the kernel then kills the ranks."""
+def _signals_end_the_job() -> Iterator[list[signal.Signals]]:
+    """The first signal ends the job; a second one leaves at once, and the kernel then kills the ranks. Yields what was
+    received."""
     received: list[signal.Signals] = []
 
     def end(number: int, _frame: FrameType | None) -> None:
@@ -202,7 +208,7 @@ def _signals_end_the_job() -> Iterator[None]:
     handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, end) for number in handled}
     try:
-        yield
+        yield received
     except SignalException:
         raise Interrupted(received[0]) from None
     finally:

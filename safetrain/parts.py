@@ -33,6 +33,7 @@ class UserCode:
     batch_weight: Callable[[Any], int | None]
     stop_wanted: Callable[[], bool]
     save_wanted: Callable[[], bool]
+    leave_wanted: Callable[[], bool]
     log: Callable[[], MetricLog]
 
     @classmethod
@@ -44,6 +45,7 @@ class UserCode:
             batch_weight=trainer.batch_weight,
             stop_wanted=lambda: trainer._stop_wanted,
             save_wanted=lambda: trainer._run.keeper.wishes(),
+            leave_wanted=lambda: trainer._leave.wanted,
             log=lambda: trainer._log,
         )
 
@@ -103,6 +105,7 @@ class Parts:
             more_data=self.feed.look_ahead(),
             stop=self.user.stop_wanted(),
             save=self.user.save_wanted(),
+            leave=self.user.leave_wanted(),
             collectives=self.comm.collectives.close(),
             log_keys=fingerprint([*self.user.log().signature(), *(name for name, _, _ in share.losses)]),
         )

@@ -20,13 +20,14 @@ _ENDED = ("", "Z", "X")  # the kernel's letters
 _LIMIT_S = 0.05  # a process closes its connections a moment before it is gone
 
 
-def gone_ranks() -> list[Exit]:
-    """The ranks that have ended; call it when a connection to some rank has broken."""
+def gone_ranks(*, at_once: bool = False) -> list[Exit]:
+    """The ranks that have ended. Call it when a connection to some rank has broken; else it need not wait for one to
+    be gone (``at_once``)."""
     here = [place for place in known_places() if place.host == socket.gethostname() and place.pid != os.getpid()]
     deadline = time.monotonic() + _LIMIT_S
     while True:
         ends = [Exit(place.rank, place.pid, _exit_code(place.pid)) for place in here if state_of(place.pid) in _ENDED]
-        if ends or time.monotonic() > deadline:
+        if ends or at_once or time.monotonic() > deadline:
             return ends
         time.sleep(0.002)
 

@@ -21,12 +21,15 @@ from safetrain.checkpoint import Checkpoints
 from safetrain.comm import Comm, How
 from safetrain.config import Audit, Checkpoint, Loader, Loop, Watchdog
 from safetrain.contain import Loss
-from safetrain.errors import DataError, UsageError
+from safetrain.errors import DataError, Preempted, UsageError
 from safetrain.evaluation import evaluate
+from safetrain.failure import read_failures
 from safetrain.metrics import MetricLog
 from safetrain.observer import Observer
+from safetrain.peers import gone_ranks
 from safetrain.policies import Policies
 from safetrain.precision import FP32, Precision
+from safetrain.preemption import LeaveRequest, leave_request
 from safetrain.report import Result
 from safetrain.strategy import DDPStrategy
 from safetrain.watchdog import watch
@@ -57,6 +60,7 @@ class Trainer:
     comm: Comm
     model: nn.Module
     _run: Run
+    _leave: LeaveRequest
     optimizers: dict[str, Optimizer]
     schedulers: dict[str, LRScheduler]
     total_steps: int | None  # optimizer steps of the whole run; None where the data has no length
@@ -187,6 +191,7 @@ class Trainer:
             RanksDiffer: the ranks issued different collectives, or their replicas drifted apart.
             TrainingStopped: a policy's limit was reached.
             UsageError, DataError: found before the first step.
+            Preempted: the run was told to leave by SIGTERM or SIGUSR1, and is saved.
         """
         with self._ranks():
             self._stopped, self._stop_wanted, self.metrics, self._log = False, False, {}, MetricLog()
@@ -267,10 +272,18 @@ class Trainer:
         """Join the ranks if nobody has; leave only then, and only on the clean path."""
         joined_here = Comm.live() is None
         self.comm = Comm.join(self.device)
-        with watch(self.comm, self.watchdog, self.run_dir):
-            yield
+        with watch(self.comm, self.watchdog, self.run_dir), leave_request(self._someone_failed) as self._leave:
+            try:
+                yield
+            except Preempted:  # all ranks are here
+                if joined_here:
+                    self.comm.leave()
+                raise
         if joined_here:
             self.comm.leave()
+
+    def _someone_failed(self) -> bool:
+        return bool(gone_ranks(at_once=True) or (self.run_dir is not None and read_failures(self.run_dir)))
 
     def _need(self, what: str, given: Any) -> Any:
         if given is None:

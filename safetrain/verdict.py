@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _LOGS_TOLD = 4
 
@@ -29,6 +29,7 @@ class Verdict:
         cause, remedy: what it usually comes from and what to do; empty where ``detail`` says enough.
         evidence: lines to read on: a traceback, a stack, the end of a log.
         ranks: what all this is drawn from: a dataclass for each rank that is known of.
+        exit_code: the job's; that of a preempted one (75) says: run it again. torchrun leaves with 1 in any case.
     """
 
     sentence: str
@@ -40,6 +41,7 @@ class Verdict:
     remedy: str = ""
     evidence: tuple[str, ...] = ()
     ranks: tuple[Any, ...] = ()
+    exit_code: int = 1
 
     def text(self, run_dir: Path | None) -> str:
         """For a terminal, and for ``failure.txt``."""
@@ -84,10 +86,18 @@ class Verdict:
         return self.text(run_dir)
 
 
-def published(run_dir: Path) -> str | None:
-    """The text of the verdict that is in ``run_dir``; None where there is none, or only half of one."""
+class Published(NamedTuple):
+    """A verdict that some process of the job has written."""
+
+    text: str
+    exit_code: int
+
+
+def published(run_dir: Path) -> Published | None:
+    """The verdict that is in ``run_dir``; None where there is none, or only half of one."""
     with suppress(FileNotFoundError, ValueError):  # who wrote it may have been killed at that
-        return str(json.loads(_json_path(run_dir).read_text())["text"])
+        facts = json.loads(_json_path(run_dir).read_text())
+        return Published(facts["text"], facts["exit_code"])
     return None
 
 

@@ -40,6 +40,7 @@ class WindowResult(NamedTuple):
     epoch_ends: bool
     stop: bool
     save: bool  # some rank wants a checkpoint
+    leave: bool  # some rank was told to leave
     same_log_keys: bool
     losses: Sequence[tuple[str, torch.Tensor, int]]  # of this rank: (name, detached mean, weight)
 
@@ -143,6 +144,7 @@ class Window:
             epoch_ends=self._parts.policies.uneven.ends_epoch(tally),
             stop=tally.stop > 0,
             save=tally.save > 0,
+            leave=tally.leave > 0,
             same_log_keys=tally.same_log_keys,
             losses=share.losses,
         )

@@ -21,8 +21,8 @@ from hydra.errors import InstantiationException
 from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm, is_communication_error, launcher_place
 from safetrain.config import Config
-from safetrain.errors import PeerFailed
-from safetrain.failed import verdict_on
+from safetrain.errors import PeerFailed, Preempted
+from safetrain.failed import preempted, verdict_on
 from safetrain.failure import Failure, await_records
 from safetrain.injection import Fault, inject
 from safetrain.peers import gone_ranks
@@ -59,6 +59,8 @@ def run(config: Config, *, tells: bool) -> None:
         if comm.rank == 0:
             _write_result(config, result)
         comm.leave()
+    except Preempted as left:
+        _leave_saved(left, config, log, tells)
     except BaseException as error:  # noqa: BLE001  whatever it is, this rank must say so and go
         _fail(error, Path(config.run_dir), rank, world_size, log, tells)
     log.flush()
@@ -125,6 +127,20 @@ def _write_result(config: Config, result: Result) -> None:
     facts = {"metric": metric, "metrics": dict(result.metrics), "step": result.step, "epoch": result.epoch}
     path = Path(config.run_dir, "result.json")
     path.write_text(json.dumps({**facts, "skipped_steps": result.skipped_steps}, indent=1))
+
+
+def _leave_saved(left: Preempted, config: Config, log: RankLog, tells: bool) -> NoReturn:
+    """The run was told to leave, and is saved: all ranks are here. Rank 0 says so, for all, before anybody goes."""
+    comm, run_dir = Comm.join(), Path(config.run_dir)
+    if comm.rank == 0:
+        text = preempted(left, run_dir).publish(run_dir)
+        if tells and text:
+            log.terminal.write(fresh_line(log.terminal) + text)
+            log.terminal.flush()
+    comm.barrier("preempted")
+    comm.leave()
+    log.flush()
+    raise left
 
 
 def _fail(error: BaseException, run_dir: Path, rank: int, world_size: int, log: RankLog, tells: bool) -> NoReturn:

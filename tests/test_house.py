@@ -56,6 +56,7 @@ def test_the_public_names() -> None:
         "Observer",
         "PeerFailed",
         "Policies",
+        "Preempted",
         "RankFailed",
         "RanksDiffer",
         "Result",

@@ -220,7 +220,7 @@ def test_a_model_that_does_not_fit_is_told_on_all_ranks() -> None:
         steps: dict[int, bytes] = {}
         learner(Setting(), comm, History(), MemoryCheckpoints(comm, steps)).fit()
         trainer = learner(Setting(kind=Wider), comm, History(), MemoryCheckpoints(comm, steps), resume="auto")
-        with pytest.raises(safetrain.CheckpointError, match="4.weight is .* in the checkpoint and .* here"):
+        with pytest.raises(safetrain.CheckpointError, match=r"4.weight is .* in the checkpoint and .* here"):
             trainer.fit()
 
     run_ranks(work, 2)

@@ -1,0 +1,81 @@
+"""SIGTERM and SIGUSR1 ask a rank to leave: all ranks then save at the next step boundary and go, to be run again.
+
+SIGTERM means two things: a scheduler wants the machine, or an elastic agent ends the survivors of a failure. So a rank
+that is told first looks for one that has failed; where there is one it is gone at once. It looks in a thread, which
+learns of the signal even while the main thread is inside a collective. A second signal ends the rank at once, too; what
+comes within a moment of the first is the same one on another way (a scheduler tells every process, and the launcher
+tells its ranks).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_ECHO_S = 5.0
+_STOP = b"\0"
+
+
+class LeaveRequest:
+    """Whether this rank was told to leave; ``signal_name`` says by what, and is empty until then."""
+
+    def __init__(self) -> None:
+        self.signal_name = ""
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.signal_name)
+
+
+@contextmanager
+def leave_request(someone_failed: Callable[[], bool]) -> Iterator[LeaveRequest]:
+    """Listen until the block ends. Where it can't (no main thread, handlers of the user's own), nobody is ever told."""
+    request = LeaveRequest()
+    mine = threading.current_thread() is threading.main_thread()
+    heard = [number for number in _SIGNALS if mine and signal.getsignal(number) is signal.SIG_DFL]
+    if not heard:
+        yield request
+        return
+    inbox, outbox = socket.socketpair()
+    outbox.setblocking(False)
+    listener = threading.Thread(
+        target=_listen, args=(inbox, heard, request, someone_failed), name="safetrain-signals", daemon=True
+    )
+    listener.start()
+    fd_before = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+    for number in heard:
+        signal.signal(number, _nothing)  # the number goes to the listener, from where it can't be delayed
+    try:
+        yield request
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(fd_before)
+        outbox.send(_STOP)
+        listener.join()
+        inbox.close()
+        outbox.close()
+
+
+def _nothing(_number: int, _frame: object) -> None:
+    pass
+
+
+def _listen(
+    inbox: socket.socket, heard: list[signal.Signals], request: LeaveRequest, someone_failed: Callable[[], bool]
+) -> None:
+    first_at: float | None = None
+    while (number := inbox.recv(1)) not in (_STOP, b""):
+        if number[0] not in heard:
+            continue
+        again = first_at is not None and time.monotonic() - first_at > _ECHO_S
+        if again or someone_failed():
+            os._exit(128 + number[0])
+        first_at = first_at or time.monotonic()
+        request.signal_name = signal.Signals(number[0]).name
