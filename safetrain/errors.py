@@ -105,6 +105,7 @@ class Preempted(SystemExit):
     def __init__(self, step: int, *, saved: bool) -> None:
         super().__init__(self.EXIT_CODE)
         self.step, self.saved = step, saved
+        self.told: dict[int, str] = {}  # rank -> the signal it got
 
 
 def _failed(rank: int, step: int, reason: str) -> str:

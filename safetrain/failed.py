@@ -52,9 +52,11 @@ def verdict_on(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> Ve
 
 def preempted(left: Preempted, run_dir: Path) -> Verdict:
     """No failure: the run was told to leave, and can go on."""
-    kept = f"its state is saved in {run_dir / 'checkpoints'}" if left.saved else "nothing is saved"
+    told = ranks_in_words(list(left.told))
+    names = " and ".join(sorted(set(left.told.values())))
+    kept = f"the run is saved in {run_dir / 'checkpoints'}" if left.saved else "nothing is saved"
     return Verdict(
-        sentence=f"Preempted: told to leave by a signal, all ranks stopped after step {left.step}, and {kept}.",
+        sentence=f"Preempted: {told} got {names}; all ranks stopped together after step {left.step}, and {kept}.",
         remedy="run the same command with resume=auto." if left.saved else "run it again.",
         exit_code=left.EXIT_CODE,
     )

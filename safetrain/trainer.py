@@ -275,7 +275,8 @@ class Trainer:
         with watch(self.comm, self.watchdog, self.run_dir), leave_request(self._someone_failed) as self._leave:
             try:
                 yield
-            except Preempted:  # all ranks are here
+            except Preempted as left:  # all ranks are here
+                left.told = {rank: name for rank, name in enumerate(self.comm.gather(self._leave.signal_name)) if name}
                 if joined_here:
                     self.comm.leave()
                 raise

@@ -60,7 +60,7 @@ class Verdict:
         logs = [(rank, run_dir / "logs" / f"rank_{rank}.log") for rank in self.culprits[:_LOGS_TOLD]]
         return [
             *(f"Log of rank {rank}: {log}" for rank, log in logs if log.exists()),
-            f"All that is known of every rank: {_json_path(run_dir)}",
+            *([f"All that is known of every rank: {_json_path(run_dir)}"] if self.ranks else []),
         ]
 
     def to_json(self, run_dir: Path) -> str:
