@@ -108,7 +108,8 @@ CASES = (
     # ends without a word: the rank, signal or code, and what it usually means
     Case("sigkill", words=("killed by SIGKILL", "ran out of memory", "When last seen, up to 0.3 s before, it was in ")),
     Case("sigkill", rank=0, ranks=4, launcher="torchrun", words=("(SIGKILL)",)),
-    Case("sigterm", rank=0, words=("ended by SIGTERM", "scheduler")),
+    Case("sigterm", rank=0, words=("Preempted: rank 0 got SIGTERM; all ranks stopped together", "resume=auto")),
+    Case("sigterm", rank=3, ranks=4, launcher="torchrun", words=("Preempted: rank 3 got SIGTERM", "resume=auto")),
     Case("sigsegv", rank=0, words=("ended by SIGSEGV", "native code", "mine.py")),
     Case("exit", words=("left with exit code 3", "os._exit(3)")),
     Case("exit", rank=0, launcher="torchrun", words=("exitcode  : 3",)),
@@ -121,8 +122,8 @@ CASES = (
     Case("too_many_files", rank=0, words=("Too many open files", "ulimit -n")),
     # the launcher itself
     Case("sigint", "launcher", job=_WORKER, words=("Interrupted by SIGINT; no rank is left",)),
-    Case("sigterm", "launcher", ranks=4, words=("Interrupted by SIGTERM; no rank is left",)),
-    Case("sigterm", "launcher", launcher="torchrun", job=_WORKER, words=("SIGTERM",)),
+    Case("sigterm", "launcher", ranks=4, words=("Preempted: ranks 0-3 got SIGTERM", "resume=auto")),
+    Case("sigterm", "launcher", launcher="torchrun", job=_WORKER, words=("Preempted: ranks 0 and 1 got SIGTERM",)),
     Case("sigkill", "launcher", limit_s=10, job=_WORKER),
     Case("sigkill", "launcher", launcher="torchrun", limit_s=10, job=_WORKER),
     # stands still: the rank, its line or its state

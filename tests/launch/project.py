@@ -36,10 +36,12 @@ class Mine(safetrain.Trainer):
         self.fault, self.culprit, self.at = fault, culprit, at
     def training_step(self, batch):
         Path(self.run_dir, f"stepping_{self.comm.rank}").touch()
-        if self.step == self.at and self.comm.rank == self.culprit and self.fault:
+        if self.step == self.at and self.comm.rank == self.culprit and self.fault and "validation" not in self.fault:
             getattr(self, self.fault)()
         return self.model(batch).square().mean()
     def validation_step(self, batch):
+        if self.step == self.at and self.comm.rank == self.culprit and self.fault == "wait_in_validation":
+            self.wait()
         self.log("loss", self.model(batch).square().mean(dim=1))
     def error(self):
         raise ValueError("bad label 12")  # the line that the summary must name
@@ -55,10 +57,15 @@ class Mine(safetrain.Trainer):
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
     def hold_on(self):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
         if self.comm.rank != 0:
             os._exit(3)
         time.sleep(600)
+    def wait(self):
+        Path(self.run_dir, "waiting").touch()
+        while not Path("go_on").exists():
+            time.sleep(0.02)
     def sleep(self):
         time.sleep(600)
 '''

