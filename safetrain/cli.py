@@ -4,15 +4,13 @@
     python -m safetrain recipe=NAME ...     composes, checks, launches; in a sweep (-m) for one job after the other
     torchrun ... -m safetrain recipe=NAME   rank 0 composes and checks, all ranks train
 
-Exit codes: 0 all went well, 1 training failed, 2 config or use is wrong, 128 + n signal n ended it (Ctrl-C: 130).
+Exit codes: 0 all went well, 1 training failed, 2 config or use is wrong, 75 preempted (saved as far as possible: run it
+again), 128 + n signal n ended it (Ctrl-C: 130).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,31 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetrain.catalog import recipes
-from safetrain.checks import nearest
-from safetrain.errors import ConfigError, Preempted, SafetrainError, UsageError
+from safetrain.errors import ConfigError, SafetrainError, UsageError
 from safetrain.rank_log import fresh_line
-from safetrain.run_dir import occupied
-from safetrain.verdict import forget, published
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from safetrain.config import Config
-    from safetrain.launch import Interrupted
 
 OK, FAILED, WRONG = 0, 1, 2
-
-
-class TrainingFailed(SafetrainError):
-    """Ranks failed; the message is the whole story."""
-
-
-class JobEnded(Exception):
-    """A signal ended the job, and with it the command; no rank is left."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
 
 @dataclass
@@ -85,6 +67,7 @@ def list_recipes() -> str:
 def _as_launcher() -> int:
     """Compose, and start ranks for each job."""
     from safetrain.compose import for_each_job, job_overrides, resolve
+    from safetrain.job import JobEnded, shown, train
 
     jobs: list[Job] = []
 
@@ -92,7 +75,7 @@ def _as_launcher() -> int:
         jobs.append(job := Job(job_overrides()))
         try:
             config = resolve(composed)
-            job.run_dir = _shown(Path(config.run_dir))
+            job.run_dir = shown(Path(config.run_dir))
             job.metric = train(config)
         except JobEnded as ended:
             _complain(str(ended))
@@ -111,55 +94,6 @@ def _as_launcher() -> int:
     if len(jobs) > 1:
         print("\n".join(_table(jobs)))
     return next((job.exit_code for job in jobs if job.exit_code != OK), OK)
-
-
-def train(config: Config) -> float | None:
-    """Run one job on ranks of its own; returns the configured metric.
-
-    Raises:
-        ConfigError: it asks for more than this machine has, or the metric was never logged.
-        TrainingFailed: a rank failed.
-        JobEnded: a signal ended it.
-    """
-    from safetrain.failed import verdict_on
-    from safetrain.launch import Interrupted, launch, number_of_ranks
-
-    ranks, run_dir = number_of_ranks(config), Path(config.run_dir)
-    with occupied(run_dir):
-        _prepare(config)
-        print(f"{config.name}: {ranks} rank{'s' if ranks > 1 else ''}, {_shown(run_dir)}", flush=True)
-        env = {name: str(value) for name, value in config.env.items()}
-        try:
-            ended = launch(run_dir / "config.yaml", ranks, options=config.launch, env=env)
-        except Interrupted as by:
-            raise JobEnded(*_interrupted(by, run_dir)) from None
-    result = run_dir / "result.json"
-    if not ended.ok or not result.exists():
-        told = published(run_dir)  # the ranks, or a watchdog, may have said all
-        if told is None:
-            verdict = verdict_on(run_dir, ranks, ended.exits)
-            raise TrainingFailed(verdict.publish(run_dir) or verdict.text(run_dir))
-        raise TrainingFailed(told.text) if told.exit_code == FAILED else JobEnded(told.text, told.exit_code)
-    metrics = json.loads(result.read_text())["metrics"]
-    if config.metric is None:
-        return None
-    if config.metric not in metrics:
-        names = ", ".join(sorted(metrics)) or "none"
-        raise ConfigError(f"metric={config.metric}: was not logged.{nearest(config.metric, metrics)} Logged: {names}.")
-    return float(metrics[config.metric])
-
-
-def _interrupted(by: Interrupted, run_dir: Path) -> tuple[str, int]:
-    """The words, and the exit code, where the launcher got a signal."""
-    told = published(run_dir)
-    if told is not None and told.exit_code == Preempted.EXIT_CODE:
-        return told
-    text = f"Interrupted by {by}; no rank is left. Run directory: {_shown(run_dir)}"
-    if by.number != signal.SIGTERM:
-        return text, 128 + by.number
-    kept = sorted((run_dir / "checkpoints").glob("step_*"))
-    rest = "resume=auto goes on from the last checkpoint before" if kept else "nothing had been saved"
-    return f"{text}\nThe ranks did not come to the end of a step in time: {rest}.", Preempted.EXIT_CODE
 
 
 def _as_rank(arguments: Sequence[str]) -> int:
@@ -198,27 +132,21 @@ def _compose_for_ranks(arguments: Sequence[str]) -> str:
     if not arguments:
         print(list_recipes())
         return ""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not any(a.startswith("resume=") for a in arguments):
+        sys.argv.append("resume=auto")  # torchrun --max-restarts: the ranks were started again
     if {"-m", "--multirun"} & set(arguments):
         raise UsageError(
             "a sweep needs a launcher of its own for each job: run `python -m safetrain -m ...` without torchrun"
         )
     from safetrain.compose import for_each_job, resolve
+    from safetrain.job import prepare, shown
 
     configs: list[Config] = []
     for_each_job(lambda composed: configs.append(resolve(composed)))
     for config in configs:
-        _prepare(config)
-        print(f"{config.name}: {os.environ['WORLD_SIZE']} ranks, {_shown(Path(config.run_dir))}", flush=True)
+        prepare(config)
+        print(f"{config.name}: {os.environ['WORLD_SIZE']} ranks, {shown(Path(config.run_dir))}", flush=True)
     return configs[0].to_yaml() if configs else ""
-
-
-def _prepare(config: Config) -> None:
-    """Write ``config.yaml``; remove what an earlier job, told to use the same directory, would be mistaken for."""
-    run_dir = Path(config.run_dir)
-    shutil.rmtree(run_dir / "failures", ignore_errors=True)
-    forget(run_dir)
-    (run_dir / "result.json").unlink(missing_ok=True)
-    (run_dir / "config.yaml").write_text(config.to_yaml())
 
 
 def _table(jobs: Sequence[Job]) -> list[str]:
@@ -230,11 +158,6 @@ def _outcome(job: Job) -> str:
     if job.exit_code != OK:
         return {FAILED: "failed", WRONG: "refused"}[job.exit_code]
     return "ok" if job.metric is None else f"{job.metric:.6g}"
-
-
-def _shown(path: Path) -> str:
-    """``path`` as a person here would write it."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _complain(about: SafetrainError | str) -> None:

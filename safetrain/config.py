@@ -91,6 +91,8 @@ class Launch:
     """Longest wait at the start for ranks that do not come."""
     grace_s: float = 3
     """Time that a rank has to end when another one has failed, before SIGKILL."""
+    max_restarts: int = 0
+    """Times that ranks that failed are started again, to go on from the last checkpoint."""
     preemption_grace_s: float = 30
     """Time that all ranks have to save and to end when the launcher gets SIGTERM, before SIGKILL."""
 
@@ -99,7 +101,7 @@ class Launch:
         if self.nproc_per_node != "auto":
             at_least(self, "launch", 1, "nproc_per_node")
         more_than_zero(self, "launch", "timeout_s", "join_timeout_s")
-        at_least(self, "launch", 0, "grace_s", "preemption_grace_s")
+        at_least(self, "launch", 0, "grace_s", "preemption_grace_s", "max_restarts")
 
 
 @dataclass(frozen=True, kw_only=True)
