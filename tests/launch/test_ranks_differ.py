@@ -93,7 +93,7 @@ def test_replicas_that_drift_apart(project: Project) -> None:
     assert "between steps 0 and 2" in text
     assert "parameter bias: by up to 1 (rank 0 against rank 1)" in text
     (run_dir,) = project.run_dirs()
-    assert json.loads((run_dir / "failure.json").read_text())["culprits"] == [1]  # it alone has changed since step 0
+    assert json.loads((run_dir / "failure.json").read_text())["culprits"] == []  # of two, nobody knows which
 
 
 def test_a_section_that_fails(project: Project) -> None:

@@ -77,22 +77,23 @@ def make(comm: Comm, **options: Any) -> Drifting:
     ],
 )
 def test_drift_is_named(world_size: int, culprit: int, drift: Callable[..., None], name: str) -> None:
-    def work(comm: Comm) -> tuple[str, int]:
+    def work(comm: Comm) -> tuple[str, int, tuple[int, ...]]:
         trainer = make(comm, strategy=safetrain.DDPStrategy(broadcast_buffers=False))
         trainer.culprit, trainer.drift = culprit, drift  # type: ignore[method-assign]
         with pytest.raises(safetrain.RanksDiffer) as caught:
             trainer.fit()
-        return str(caught.value), caught.value.step
+        return str(caught.value), caught.value.step, caught.value.ranks
 
     results = run_ranks(work, world_size)
     assert len(set(results)) == 1
-    text, step = results[0]
+    text, step, odd = results[0]
     assert step == 4
     assert "between steps 2 and 4" in text
     first = text.splitlines()[1]
     assert f" in {name}: " in first
     if world_size > 2 or drift in (buffer, learning_rate, frozen_parameter):
         assert first.startswith(f"  rank {culprit} differs from the others")
+        assert odd == (culprit,)
     else:
         assert first.startswith("  ranks 0 and 1 differ"), "of two, nothing tells which"
 
