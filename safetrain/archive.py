@@ -9,6 +9,7 @@ Everything is read to the CPU: a tensor that went back to the GPU it came from w
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -40,10 +41,13 @@ _UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.Unp
 
 def write_shared(folder: Path, structure: Any, tensors: Mapping[str, torch.Tensor]) -> list[Path]:
     """Write what ``tree.split`` gave; returns the files."""
-    torch.save(structure, folder / STRUCTURE)
+    _save(structure, folder / STRUCTURE)
     before = set(folder.iterdir())
-    # not synchronised here: whoever seals the files does it, once
-    save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=True)
+    try:
+        # not synchronised here: whoever seals the files does it, once
+        save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=True)
+    except (CheckpointException, RuntimeError) as error:
+        raise _os_error_beneath(error) or CheckpointError(str(error)) from error
     return [folder / STRUCTURE, *sorted(set(folder.iterdir()) - before)]
 
 
@@ -65,7 +69,7 @@ def read_shared(folder: Path, part: str | None = None) -> dict[str, Any]:
 def write_own(folder: Path, rank: int, own: Mapping[str, Any]) -> Path:
     """Write what is this rank's; returns the file."""
     path = own_file(folder, rank)
-    torch.save(own, path)
+    _save(own, path)
     return path
 
 
@@ -87,6 +91,13 @@ def _fill(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
+def _save(value: Any, path: Path) -> None:
+    """``torch.save`` by way of memory: where the disk is full, by itself it only says "unexpected pos 64"."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
 def _load(path: Path) -> Any:
     with torch.serialization.safe_globals(_NUMPY):
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -98,3 +109,17 @@ def _reading(folder: Path) -> Iterator[None]:
         yield
     except _UNREADABLE as error:
         raise CheckpointError(f"{folder} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _os_error_beneath(error: BaseException) -> OSError | None:
+    """What the system said first, under all that was said since."""
+    heap: list[BaseException | None] = [error]
+    while heap:
+        error_or_none = heap.pop()
+        if isinstance(error_or_none, OSError):
+            return error_or_none
+        if error_or_none is not None:
+            heap += [error_or_none.__cause__, error_or_none.__context__]
+        if isinstance(error_or_none, CheckpointException):
+            heap += [failure for failure, _ in error_or_none.failures.values()]
+    return None
