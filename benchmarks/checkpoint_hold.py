@@ -4,14 +4,15 @@
     python -m benchmarks.checkpoint_hold --megabytes 50 --rounds 5
 
 Both ways are measured in the same two ranks (forked, Gloo, one thread each), in turns. What disturbs the machine
-disturbs both, so ratios are taken round by round. A round is: the bare copy, an asynchronous save, steps beside its
-writing, a synchronous save, as many steps without.
+disturbs both, so ratios are taken round by round. A round is: the bare copy, a few steps; an asynchronous save, as many
+steps beside its writing; a synchronous save.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import platform
 import statistics
 import tempfile
@@ -111,23 +112,25 @@ def run_rank(comm: Comm, folder: Path, megabytes: float, rounds: int) -> Holds:
     asynchronous.finish()
     for _ in range(rounds):
         comm.barrier("copy")
-        holds.copy.measure(copy)
+        if comm.rank == 0:
+            holds.copy.measure(copy)
+        holds.step_alone.measure(training.step, STEPS)
         comm.barrier("asynchronous")
         holds.asynchronous.measure(save(asynchronous))
         holds.step_beside.measure(training.step, STEPS)
         asynchronous.finish()
         comm.barrier("synchronous")
         holds.synchronous.measure(save(synchronous))
-        comm.barrier("alone")
-        holds.step_alone.measure(training.step, STEPS)
     saved = asynchronous.load("auto")
     assert saved is not None
-    if comm.rank == 0 and saved.step != training.steps_done - 2 * STEPS:
+    if comm.rank == 0 and saved.step != training.steps_done - STEPS:
         raise AssertionError(f"step {saved.step} was read back, of {training.steps_done} done: not what was saved last")
     return holds
 
 
 def milliseconds(values: Sequence[float]) -> str:
+    if not values:
+        return ""
     middle, low, high = (1e3 * value for value in quartiles(values))
     return f"{middle:.1f} ({low:.1f} to {high:.1f})"
 
@@ -145,6 +148,7 @@ def page(ranks: Sequence[Holds], rounds: int) -> str:
         f"# How long a save holds the loop, {datetime.date.today().isoformat()}",
         "",
         f"{versions}, {cpu_model()}. {RANKS} ranks, one thread each; {rounds} rounds.",
+        f"Processes that wanted a core, in the last 15 minutes: {os.getloadavg()[2]:.1f} (the two ranks are 2).",
         f"State: {first.state_bytes / 1e6:.0f} MB, which rank 0 copies and writes. Milliseconds of the loop's thread:",
         "median (quartiles) over rounds. Ratios are paired by round: median [95 % interval of the median].",
         "",
@@ -152,7 +156,7 @@ def page(ranks: Sequence[Holds], rounds: int) -> str:
         "|---|---|---|---|---|---|",
     ]
     for title, name in {
-        "the copy alone": "copy",
+        "the copy alone (rank 0's)": "copy",
         "asynchronous save": "asynchronous",
         "synchronous save": "synchronous",
         "the first asynchronous save (new memory)": "first",

@@ -31,11 +31,11 @@ STRUCTURE = "structure.pt"
 # the tensors are one rank's alone to write, which torch takes for an accident
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
-_NUMPY = [
+# beside what torch.load trusts by itself: what arrays and their scalars are made of, and how pickle writes b"" and sets
+_HARMLESS = [
     np.ndarray, np.dtype, *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
-    np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0],
-]  # fmt: skip  # what arrays and their scalars are made of, beside what torch.load trusts by itself
-
+    np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0], bytes, frozenset,
+]  # fmt: skip
 _UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, CheckpointException)
 
 
@@ -47,7 +47,8 @@ def write_shared(folder: Path, structure: Any, tensors: Mapping[str, torch.Tenso
         # not synchronised here: whoever seals the files does it, once
         save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=True)
     except (CheckpointException, RuntimeError) as error:
-        raise _os_error_beneath(error) or CheckpointError(str(error)) from error
+        # as an Exception, which torch's own is not
+        raise _os_error_beneath(error) or RuntimeError(str(error)) from error
     return [folder / STRUCTURE, *sorted(set(folder.iterdir()) - before)]
 
 
@@ -99,7 +100,7 @@ def _save(value: Any, path: Path) -> None:
 
 
 def _load(path: Path) -> Any:
-    with torch.serialization.safe_globals(_NUMPY):
+    with torch.serialization.safe_globals(_HARMLESS):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -113,13 +114,12 @@ def _reading(folder: Path) -> Iterator[None]:
 
 def _os_error_beneath(error: BaseException) -> OSError | None:
     """What the system said first, under all that was said since."""
-    heap: list[BaseException | None] = [error]
-    while heap:
-        error_or_none = heap.pop()
-        if isinstance(error_or_none, OSError):
-            return error_or_none
-        if error_or_none is not None:
-            heap += [error_or_none.__cause__, error_or_none.__context__]
-        if isinstance(error_or_none, CheckpointException):
-            heap += [failure for failure, _ in error_or_none.failures.values()]
+    unseen = [error]
+    while unseen:
+        seen = unseen.pop()
+        if isinstance(seen, OSError):
+            return seen
+        unseen += [beneath for beneath in (seen.__cause__, seen.__context__) if beneath is not None]
+        if isinstance(seen, CheckpointException):
+            unseen += [failure for failure, _ in seen.failures.values()]
     return None
