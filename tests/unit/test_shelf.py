@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,24 @@ def test_the_folder_is_made_when_it_is_needed(tmp_path: Path, missing: str) -> N
     assert Shelf(tmp_path / "a" / missing).newest_good() is None
     put(Shelf(tmp_path / "a" / missing), 1)
     assert Shelf(tmp_path / "a" / missing).newest_good() is not None
+
+
+def test_a_file_system_may_have_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    shelf = Shelf(tmp_path, Keep(last=1))
+    put(shelf, 1)
+    put(shelf, 2)
+    assert names(tmp_path) == {"step_2"}
+
+
+def test_latest_may_not_be_in_the_way(tmp_path: Path) -> None:
+    """Something else of that name is told, and the checkpoint is there all the same."""
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(OSError, match="latest"):
+        put(Shelf(tmp_path), 1)
+    found = Shelf(tmp_path).newest_good()
+    assert found is not None
+    assert found[1].step == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
-import io
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,18 +29,9 @@ class Color(enum.IntEnum):
 
 
 def there_and_back(state: Any) -> Any:
-    """Through the structure as it is on disk, and a fill by name."""
-    structure, tensors = tree.split(state)
-    file = io.BytesIO()
-    torch.save(structure, file)
-    file.seek(0)
-
-    def fill(into: dict[str, torch.Tensor]) -> None:
-        assert list(into) == list(tensors)
-        for name, tensor in into.items():
-            tensor.copy_(tensors[name])
-
-    return tree.join(torch.load(file, weights_only=True), fill)
+    with tempfile.TemporaryDirectory() as folder:
+        archive.write_shared(Path(folder), *tree.split(state))
+        return archive.read_shared(Path(folder))
 
 
 def test_all_of_a_state_comes_back() -> None:
@@ -61,6 +52,11 @@ LEAVES = (
     | st.floats(allow_nan=False)
     | st.text(max_size=3)
     | st.binary(max_size=3)
+    | st.complex_numbers(allow_nan=False)
+    | st.sets(st.integers() | st.text(max_size=2), max_size=2)
+    | st.frozensets(st.integers() | st.text(max_size=2), max_size=2)
+    | st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])])
+    | st.sampled_from([np.float64(0.5), np.int64(3), np.float32(2), np.bool_(True), np.str_("a"), np.arange(3)])
     | st.builds(torch.tensor, st.lists(st.integers(-5, 5), max_size=3))
 )
 KEYS = st.sampled_from(["a", "b", "a.b", "a#2", ""]) | st.integers(0, 2)
