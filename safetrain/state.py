@@ -7,6 +7,7 @@ fewer or more than those that saved.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from safetrain.errors import CheckpointError
 from safetrain.metrics import MetricLog
 from safetrain.precision import Precision
+
+logger = logging.getLogger("safetrain")
 
 
 class SharedPart(Protocol):
@@ -153,8 +156,17 @@ class SchedulerState:
         return _without_counters(self._scheduler.state_dict())
 
     def load_state_dict(self, state: Any) -> None:
-        check_names(f"{self._where} of the checkpoint", state, self._scheduler.state_dict())
-        self._scheduler.load_state_dict(_with_counters(state))
+        built = self._scheduler.state_dict()
+        check_names(f"{self._where} of the checkpoint", state, built)
+        state = _with_counters(state)
+        total_steps = built.get("total_steps")
+        if total_steps != (total_then := state.get("total_steps")):
+            logger.warning(
+                "%s was made for %s steps, and is for %s here: it goes on at step %s of those",
+                self._where, total_then, total_steps, state["last_epoch"],
+            )  # fmt: skip
+            state = built | {key: state[key] for key in ("last_epoch", "_step_count", "_last_lr")}
+        self._scheduler.load_state_dict(state)
 
 
 class PrecisionState:
