@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from safetrain.errors import CheckpointError
+from safetrain.errors import CheckpointError, UsageError
 from safetrain.metrics import MetricLog
 from safetrain.precision import Precision
 
@@ -107,6 +107,12 @@ class OptimizerState:
         self._where, self._optimizer, self._model = f"optimizer {name!r}", optimizer, model
 
     def state_dict(self) -> dict[str, Any]:
+        if type(self._optimizer).__name__ == "ZeroRedundancyOptimizer":
+            raise UsageError(
+                f"{self._where} keeps a part of its state on each rank, and checkpoints hold whole ones. Use the "
+                "optimizer inside it, or switch checkpoints off: checkpoint.every_epochs, every_minutes = null, "
+                "checkpoint.at_end=false"
+            )
         raw, names = self._optimizer.state_dict(), self._names()
         flat = [name for group in names for name in group]
         groups = [{**group, "params": named} for group, named in zip(raw["param_groups"], names, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -272,6 +273,21 @@ def test_a_model_that_does_not_fit_is_told_on_all_ranks() -> None:
             trainer.fit()
 
     run_ranks(work, 2)
+
+
+def test_what_can_not_be_saved_is_told_before_the_first_step() -> None:
+    class Hides(Learner):
+        def extra_state(self) -> dict[str, Any]:
+            return {"lock": threading.Lock()}
+
+    def work(comm: Comm) -> None:
+        trainer = learner(Setting(kind=Hides), comm, History(), MemoryCheckpoints(comm))
+        with pytest.raises(safetrain.UsageError, match=r"a checkpoint can't hold extra.lock: it is a _thread.lock"):
+            trainer.fit()
+        assert not trainer.history.seen
+        learner(Setting(kind=Hides), comm, History(), MemoryCheckpoints(comm), checkpoint=NEVER).fit()
+
+    run_ranks(work, 1)
 
 
 def test_resume_needs_a_run_directory() -> None:
