@@ -29,7 +29,7 @@ class VoteThenTrain:
 
     def state_dict(self) -> Any:
         """The batch with which a rank without data takes part; one that has data will have another."""
-        return None if self._parts.feed.look_ahead() else self._spare_batch
+        return self._spare_batch if self._parts.feed.at_end else None
 
     def load_state_dicts(self, states: Sequence[Any], world_size: int) -> None:
         if len(states) == world_size:

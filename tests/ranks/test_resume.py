@@ -107,9 +107,6 @@ class Ends(Learner):
         Setting(given={"audit": safetrain.Audit(every_steps=2)}),
         Setting(given={"strategy": safetrain.DDPStrategy(forward_communicates=True)}),
         Setting(given={"strategy": safetrain.DDPStrategy(static_graph=True)}),
-        Setting(
-            given={"policies": safetrain.Policies(uneven=UnevenContinue()), "loader": EVERY_SAMPLE}, epoch_samples=93
-        ),
         Setting(given={"optimizer": partial(torch.optim.AdamW, lr=0.01), "scheduler": None}),
     ],
     ids=[
@@ -122,7 +119,6 @@ class Ends(Learner):
         "audit",
         "votes_first",
         "static_graph",
-        "uneven",
         "adamw",
     ],
 )
