@@ -52,19 +52,27 @@ def write_shared(folder: Path, structure: Any, tensors: Mapping[str, torch.Tenso
     return [folder / STRUCTURE, *sorted(set(folder.iterdir()) - before)]
 
 
-def read_shared(folder: Path, part: str | None = None) -> dict[str, Any]:
-    """What ``write_shared`` wrote, or only what is under one of its keys.
+def read_shared(folder: Path) -> dict[str, Any]:
+    """What ``write_shared`` wrote.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    with _reading(folder):
+        return tree.join(_load(folder / STRUCTURE), lambda tensors: _fill(folder, tensors))
+
+
+def read_part(folder: Path, name: str) -> Any:
+    """The same, but only what is under one of its keys.
 
     Raises:
         CheckpointError: it can't be read, or there is no such key.
     """
     with _reading(folder):
         structure = _load(folder / STRUCTURE)
-        if part is not None:
-            if part not in structure:
-                raise CheckpointError(f"{folder} has no {part}; it has {', '.join(structure)}")
-            structure = {part: structure[part]}
-        return tree.join(structure, lambda tensors: _fill(folder, tensors))
+        if name not in structure:
+            raise CheckpointError(f"{folder} has no {name}; it has {', '.join(structure)}")
+        return tree.join(structure, lambda tensors: _fill(folder, tensors), prefix=name)[name]
 
 
 def write_own(folder: Path, rank: int, own: Mapping[str, Any]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -144,3 +145,26 @@ def test_latest_may_not_be_in_the_way(tmp_path: Path) -> None:
     found = Shelf(tmp_path).newest_good()
     assert found is not None
     assert found[1].step == 1
+
+
+def test_every_byte_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H83: after a power cut, a rename may have reached the disk and what was written before it not."""
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        done.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    path = checkpoint_at(tmp_path, step=3)
+    (renamed,) = (number for number, what in enumerate(done) if what.endswith(" -> step_3"))
+    draft = done[renamed].removesuffix(" -> step_3")
+    assert names(path) | {draft} <= set(done[:renamed])
+    assert done[renamed - 1] == draft, "its names come last"
+    assert done[renamed + 1] == tmp_path.name

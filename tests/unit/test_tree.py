@@ -45,6 +45,19 @@ def test_names_are_paths_and_no_two_are_the_same() -> None:
     assert tensors["a.b.c#2"].item() == -3
 
 
+def test_a_name_that_looks_like_a_second_one_is_a_third() -> None:
+    state = {"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2), "a.b#2": torch.tensor(3)}
+    assert len(tree.split(state)[1]) == 3
+    assert_equal(there_and_back(state), state)
+
+
+def test_a_part_is_that_of_the_whole(tmp_path: Path) -> None:
+    state = shared_state(3) | {"bare": torch.ones(2)}
+    archive.write_shared(tmp_path, *tree.split(state))
+    for name, part in state.items():
+        assert_equal(archive.read_part(tmp_path, name), part)
+
+
 LEAVES = (
     st.none()
     | st.booleans()
