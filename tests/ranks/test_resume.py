@@ -150,14 +150,14 @@ def test_a_rank_that_is_out_of_data_is_still(votes_first: bool) -> None:
     assert_exact(Setting(kind=Uneven, given=given), [At(11), At(23)], 2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_longer_run_goes_on_inside_the_epoch_in_which_a_shorter_one_ended(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "max_steps"), [(1, 7), (2, 7), (1, 23), (2, 12)])  # inside an epoch, at its end
+def test_a_longer_run_goes_on_where_a_shorter_one_ended(world_size: int, max_steps: int) -> None:
     setting = Setting(given={"scheduler": None})
 
     def work(comm: Comm) -> None:
         expected, whole = straight(setting, comm)
         history, steps = History(), dict[int, bytes]()
-        shorter = safetrain.Loop(epochs=3, log_every_steps=4, clip_norm=1.0, max_steps=7)
+        shorter = safetrain.Loop(epochs=3, log_every_steps=4, clip_norm=1.0, max_steps=max_steps)
         learner(setting, comm, history, MemoryCheckpoints(comm, steps), loop=shorter).fit()
         trainer = learner(setting, comm, history, MemoryCheckpoints(comm, steps), resume="auto")
         trainer.fit()
