@@ -9,6 +9,7 @@ Everything is read to the CPU: a tensor that went back to the GPU it came from w
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,42 +31,54 @@ STRUCTURE = "structure.pt"
 # the tensors are one rank's alone to write, which torch takes for an accident
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
-_NUMPY = [
+# beside what torch.load trusts by itself: what arrays and their scalars are made of, and how pickle writes b"" and sets
+_HARMLESS = [
     np.ndarray, np.dtype, *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
-    np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0],
-]  # fmt: skip  # what arrays and their scalars are made of, beside what torch.load trusts by itself
-
+    np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0], bytes, frozenset,
+]  # fmt: skip
 _UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, CheckpointException)
 
 
 def write_shared(folder: Path, structure: Any, tensors: Mapping[str, torch.Tensor]) -> list[Path]:
     """Write what ``tree.split`` gave; returns the files."""
-    torch.save(structure, folder / STRUCTURE)
+    _save(structure, folder / STRUCTURE)
     before = set(folder.iterdir())
-    # not synchronised here: whoever seals the files does it, once
-    save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=True)
+    try:
+        # not synchronised here: whoever seals the files does it, once
+        save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=True)
+    except (CheckpointException, RuntimeError) as error:
+        # as an Exception, which torch's own is not
+        raise _os_error_beneath(error) or RuntimeError(str(error)) from error
     return [folder / STRUCTURE, *sorted(set(folder.iterdir()) - before)]
 
 
-def read_shared(folder: Path, part: str | None = None) -> dict[str, Any]:
-    """What ``write_shared`` wrote, or only what is under one of its keys.
+def read_shared(folder: Path) -> dict[str, Any]:
+    """What ``write_shared`` wrote.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    with _reading(folder):
+        return tree.join(_load(folder / STRUCTURE), lambda tensors: _fill(folder, tensors))
+
+
+def read_part(folder: Path, name: str) -> Any:
+    """The same, but only what is under one of its keys.
 
     Raises:
         CheckpointError: it can't be read, or there is no such key.
     """
     with _reading(folder):
         structure = _load(folder / STRUCTURE)
-        if part is not None:
-            if part not in structure:
-                raise CheckpointError(f"{folder} has no {part}; it has {', '.join(structure)}")
-            structure = {part: structure[part]}
-        return tree.join(structure, lambda tensors: _fill(folder, tensors))
+        if name not in structure:
+            raise CheckpointError(f"{folder} has no {name}; it has {', '.join(structure)}")
+        return tree.join(structure, lambda tensors: _fill(folder, tensors), prefix=name)[name]
 
 
 def write_own(folder: Path, rank: int, own: Mapping[str, Any]) -> Path:
     """Write what is this rank's; returns the file."""
     path = own_file(folder, rank)
-    torch.save(own, path)
+    _save(own, path)
     return path
 
 
@@ -87,8 +100,15 @@ def _fill(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
 
 
+def _save(value: Any, path: Path) -> None:
+    """``torch.save`` by way of memory: where the disk is full, by itself it only says "unexpected pos 64"."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    path.write_bytes(buffer.getbuffer())
+
+
 def _load(path: Path) -> Any:
-    with torch.serialization.safe_globals(_NUMPY):
+    with torch.serialization.safe_globals(_HARMLESS):
         return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -98,3 +118,16 @@ def _reading(folder: Path) -> Iterator[None]:
         yield
     except _UNREADABLE as error:
         raise CheckpointError(f"{folder} can't be read: {type(error).__name__}: {error}") from error
+
+
+def _os_error_beneath(error: BaseException) -> OSError | None:
+    """What the system said first, under all that was said since."""
+    unseen = [error]
+    while unseen:
+        seen = unseen.pop()
+        if isinstance(seen, OSError):
+            return seen
+        unseen += [beneath for beneath in (seen.__cause__, seen.__context__) if beneath is not None]
+        if isinstance(seen, CheckpointException):
+            unseen += [failure for failure, _ in seen.failures.values()]
+    return None

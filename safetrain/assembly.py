@@ -89,4 +89,5 @@ def assemble(trainer: Trainer) -> Run:
         state, best, window, feed, reporter, checkpoints, trainer.checkpoint,
         max_steps=trainer.loop.max_steps, rank=comm.rank, config_text=trainer.config_text,
     )  # fmt: skip
+    keeper.try_out()
     return Run(window, reduction, val_feed, replicas, reporter, keeper)

@@ -74,7 +74,8 @@ class Checkpoints:
         """
         self.finish()
         waits = wait or not self._options.asynchronous
-        job = self._job(snapshot, metric, copies=not waits)
+        with ACTIVITY.within("save_checkpoint"):
+            job = self._job(snapshot, metric, copies=not waits)
         self._step = snapshot.step
         self._writer.start(job)
         if waits:

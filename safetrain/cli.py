@@ -1,8 +1,9 @@
 """The command line: a job's config is composed and checked once, here, and then ranks are started on it.
 
-    python -m safetrain                     lists the recipes
-    python -m safetrain recipe=NAME ...     composes, checks, launches; in a sweep (-m) for one job after the other
-    torchrun ... -m safetrain recipe=NAME   rank 0 composes and checks, all ranks train
+    python -m safetrain                           lists the recipes
+    python -m safetrain recipe=NAME ...           composes, checks, launches; in a sweep (-m) one job after the other
+    python -m safetrain recipe=NAME resume=auto   goes on with the run of that name that was the last to save
+    torchrun ... -m safetrain recipe=NAME         rank 0 composes and checks, all ranks train
 
 Exit codes: 0 all went well, 1 training failed, 2 config or use is wrong, 75 preempted (saved as far as possible: run it
 again), 128 + n signal n ended it (Ctrl-C: 130).
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 from safetrain.catalog import recipes
 from safetrain.errors import ConfigError, SafetrainError, UsageError
 from safetrain.rank_log import fresh_line
+from safetrain.run_dir import occupied
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -123,7 +126,8 @@ def _as_rank(arguments: Sequence[str]) -> int:
     os.environ.update({name: str(value) for name, value in config.env.items()})
     from safetrain.worker import run
 
-    run(config, tells=True)
+    with occupied(Path(config.run_dir)) if handover.rank == 0 else nullcontext():
+        run(config, tells=True)
     return OK
 
 

@@ -76,6 +76,10 @@ def resolve(composed: DictConfig) -> Config:
         recipes()  # two of one name are refused
         plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         config = Config.parse(plain)
+        if config.resume not in ("auto", "none") and not Path(config.resume).exists():
+            raise ConfigError(
+                f"resume={config.resume}: there is no such run or checkpoint. Allowed: auto, none, a path."
+            )
         _check_what_it_builds(config)
     except COMPOSITION_ERRORS as error:
         _discard_run_dir()

@@ -19,9 +19,9 @@ _FROM_CHECKPOINT = {
 
 def differences(before: str, now: str) -> list[str]:
     """A line for each key of two YAML configs that differs and changes what is trained."""
-    then, here = _flat(before), _flat(now)
-    if not then or not here:  # a Trainer that was built in Python
+    if not before.strip() or not now.strip():  # a Trainer that was built in Python
         return []
+    then, here = _flat(before), _flat(now)
     return [
         f"{key}: {then.get(key, 'not there')} then, {here.get(key, 'not there')} now; {_what_holds(key)}"
         for key in dict.fromkeys([*then, *here])
@@ -34,8 +34,7 @@ def _what_holds(key: str) -> str:
 
 
 def _flat(text: str) -> dict[str, Any]:
-    plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
-    return dict(_leaves(plain, ""))
+    return dict(_leaves(OmegaConf.to_container(OmegaConf.create(text), resolve=False), ""))
 
 
 def _leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -60,7 +60,7 @@ def export(checkpoint: Path, file: Path) -> str:
     if file.suffix not in _WRITERS:
         raise UsageError(f"{file}: the name must end in {' or '.join(_WRITERS)}")
     path, manifest = find(checkpoint)
-    weights = archive.read_shared(path, _MODEL)[_MODEL]
+    weights = archive.read_part(path, _MODEL)
     draft = file.with_name(f".{file.name}.writing")
     try:
         _WRITERS[file.suffix](weights, draft)

@@ -167,6 +167,11 @@ class Feed:
         return fetched
 
     @property
+    def at_end(self) -> bool:
+        """Whether this rank is known to have no more in this epoch."""
+        return self._ahead is not None and self._ahead.empty
+
+    @property
     def position(self) -> Position:
         """Where this rank stands in its epoch; exact to the draws of the batch that is fetched ahead, if ``remembers``
         was true when it was."""

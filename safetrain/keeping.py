@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any, NoReturn
 
+from safetrain import tree
 from safetrain.activity import ACTIVITY
 from safetrain.best import BestMetric
 from safetrain.checkpoint import Checkpoints
@@ -38,8 +39,22 @@ class Keeper:
         self._checkpoints, self._options = checkpoints, options
         self._max_steps, self._config_text = max_steps, config_text
         self._keeps_time = rank == 0 and options.every_minutes is not None
+        self._saves_by_itself = bool(
+            options.every_steps or options.every_minutes or options.every_epochs or options.at_end
+        )
         self._saved_at = monotonic()
         self._asked_here = self._agreed = self._planned = self._leaves = False
+
+    def try_out(self) -> None:
+        """Say before the first step, not at the first checkpoint, that something can't be saved.
+
+        Raises:
+            UsageError: naming it.
+        """
+        if self._checkpoints is not None and self._saves_by_itself:
+            snapshot = self.snapshot(0, 0)
+            for state in (snapshot.shared, snapshot.own):
+                tree.rebuild(state, lambda _, tensor: tensor)
 
     def ask(self) -> None:
         """This rank wants a checkpoint, soon."""

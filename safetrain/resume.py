@@ -30,6 +30,7 @@ from safetrain.state import (
     SharedPart,
     Value,
 )
+from safetrain.vote_then_train import VoteThenTrain
 from safetrain.window import Window
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def state_of(
         "data": FeedState(feed, comm.rank, lambda: window.inside_epoch),
         "random": RankRandom(trainer.seed, comm.rank, comm.device),
     }
+    if isinstance(window.order, VoteThenTrain):
+        own["spare_batch"] = window.order
     if val_feed is not None:
         own["val_data"] = FeedState(val_feed, comm.rank, lambda: False)
     return RunState(shared, own)

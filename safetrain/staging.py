@@ -24,11 +24,7 @@ class Staging:
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         known = self._buffers.get(name)
-        if known is not None and _alike(known, tensor):
+        if known is not None and (known.shape, known.dtype) == (tensor.shape, tensor.dtype):
             return known
         # page-locked for a GPU: all copies are then under way at once, at the full speed of the bus
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-
-
-def _alike(known: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return (known.shape, known.dtype, known.stride()) == (tensor.shape, tensor.dtype, tensor.stride())

@@ -7,6 +7,7 @@ fewer or more than those that saved.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from safetrain.errors import CheckpointError
+from safetrain.errors import CheckpointError, UsageError
 from safetrain.metrics import MetricLog
 from safetrain.precision import Precision
+
+logger = logging.getLogger("safetrain")
 
 
 class SharedPart(Protocol):
@@ -104,6 +107,12 @@ class OptimizerState:
         self._where, self._optimizer, self._model = f"optimizer {name!r}", optimizer, model
 
     def state_dict(self) -> dict[str, Any]:
+        if type(self._optimizer).__name__ == "ZeroRedundancyOptimizer":
+            raise UsageError(
+                f"{self._where} keeps a part of its state on each rank, and checkpoints hold whole ones. Use the "
+                "optimizer inside it, or switch checkpoints off: checkpoint.every_epochs, every_minutes = null, "
+                "checkpoint.at_end=false"
+            )
         raw, names = self._optimizer.state_dict(), self._names()
         flat = [name for group in names for name in group]
         groups = [{**group, "params": named} for group, named in zip(raw["param_groups"], names, strict=True)]
@@ -153,8 +162,17 @@ class SchedulerState:
         return _without_counters(self._scheduler.state_dict())
 
     def load_state_dict(self, state: Any) -> None:
-        check_names(f"{self._where} of the checkpoint", state, self._scheduler.state_dict())
-        self._scheduler.load_state_dict(_with_counters(state))
+        built = self._scheduler.state_dict()
+        check_names(f"{self._where} of the checkpoint", state, built)
+        state = _with_counters(state)
+        total_steps = built.get("total_steps")
+        if total_steps != (total_then := state.get("total_steps")):
+            logger.warning(
+                "%s was made for %s steps, and is for %s here: it goes on at step %s of those",
+                self._where, total_then, total_steps, state["last_epoch"],
+            )  # fmt: skip
+            state = built | {key: state[key] for key in ("last_epoch", "_step_count", "_last_lr")}
+        self._scheduler.load_state_dict(state)
 
 
 class PrecisionState:

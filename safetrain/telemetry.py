@@ -73,7 +73,7 @@ class TensorBoard:
     def event(self, event: Event) -> None:
         if self._writer is not None and event.kind == "checkpoint":
             self._writer.flush()  # the run that goes on from it draws only what comes after
-        if self._run is None or not event.metrics:
+        if self._run is None or not event.metrics or event.kind == "end":  # the end only repeats
             return
         if self._writer is None:
             self._writer = self._open(self._run)

@@ -190,6 +190,7 @@ class Trainer:
             RankFailed, PeerFailed: user code failed on this rank, on another; all stopped at the same step.
             RanksDiffer: the ranks issued different collectives, or their replicas drifted apart.
             TrainingStopped: a policy's limit was reached.
+            CheckpointError: there is none to go on from, or it does not fit; a save failed, and is to stop the run.
             UsageError, DataError: found before the first step.
             Preempted: the run was told to leave by SIGTERM or SIGUSR1, and is saved.
         """

@@ -6,8 +6,8 @@ name of its place: at the time it is needed, it would be too late.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
@@ -44,38 +44,36 @@ def split(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     The name is the path with dots between (``model.0.weight``).
     """
     tensors: dict[str, torch.Tensor] = {}
-    namer = _Namer()
 
     def set_aside(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        tensors[namer.unique(name)] = tensor
+        tensors[_unique(name, tensors)] = tensor
         return torch.empty_like(tensor, device="meta")
 
     return rebuild(tree, set_aside), tensors
 
 
-def join(structure: Any, fill: Callable[[dict[str, torch.Tensor]], None]) -> Any:
-    """The tree whose ``structure`` came from ``split``, with new tensors on the CPU that ``fill`` fills by name."""
+def join(structure: Any, fill: Callable[[dict[str, torch.Tensor]], None], prefix: str = "") -> Any:
+    """The tree whose ``structure`` came from ``split``, with new tensors on the CPU that ``fill`` fills by name: those
+    whose names begin with ``prefix``. The others stay empty."""
     tensors: dict[str, torch.Tensor] = {}
-    namer = _Namer()
 
     def allocate(name: str, shape: torch.Tensor) -> torch.Tensor:
-        tensor = tensors[namer.unique(name)] = torch.empty_like(shape, device="cpu")
+        tensor = torch.empty_like(shape, device="cpu") if name.startswith(prefix) else shape
+        tensors[_unique(name, tensors)] = tensor
         return tensor
 
     tree = rebuild(structure, allocate)
-    fill(tensors)
+    fill({name: tensor for name, tensor in tensors.items() if not tensor.is_meta})
     return tree
 
 
-class _Namer:
-    """The n-th place of a name gets ``#n``: {"a.b": ...} and {"a": {"b": ...}} are two places."""
-
-    def __init__(self) -> None:
-        self._times: Counter[str] = Counter()
-
-    def unique(self, name: str) -> str:
-        self._times[name] += 1
-        return name if self._times[name] == 1 else f"{name}#{self._times[name]}"
+def _unique(name: str, taken: Container[str]) -> str:
+    """{"a.b": ...} and {"a": {"b": ...}} are two places: the second of a name gets ``#2``."""
+    unique, times = name, 1
+    while unique in taken:
+        times += 1
+        unique = f"{name}#{times}"
+    return unique
 
 
 def _below(name: str, key: object) -> str:

@@ -6,12 +6,14 @@ with weight 0, only to take part; an exception, out of memory or ``None`` in for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Tally
+from safetrain.batches import move
 from safetrain.contain import OWN_BACKWARD, Loss, Share, place_of
 from safetrain.errors import UsageError
 from safetrain.feed import Fetched
@@ -24,6 +26,14 @@ class VoteThenTrain:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._spare_batch: Any = None
+
+    def state_dict(self) -> Any:
+        """The batch with which a rank without data takes part; one that has data will have another."""
+        return self._spare_batch if self._parts.feed.at_end else None
+
+    def load_state_dicts(self, states: Sequence[Any], world_size: int) -> None:
+        if len(states) == world_size:
+            self._spare_batch = move(states[self._parts.comm.rank], self._parts.comm.device)
 
     def collect(self, step: int, applied_steps: int, share: Share, phase: str | None) -> Tally:
         """Vote on the window's batches, run them unless the vote drops them, and return the vote."""

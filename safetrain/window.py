@@ -60,12 +60,13 @@ class Window:
 
     Attributes:
         applied_steps: real optimizer steps so far.
+        order: of training and voting.
         inside_epoch: an epoch has begun and is not over.
     """
 
     def __init__(self, parts: Parts, schedulers: Mapping[str, LRScheduler], clip: Clip) -> None:
         self._parts, self._schedulers, self._clip = parts, schedulers, clip
-        self._order = VoteThenTrain(parts) if parts.reduction.votes_first else TrainThenVote(parts)
+        self.order = VoteThenTrain(parts) if parts.reduction.votes_first else TrainThenVote(parts)
         self._consecutive: Counter[str] = Counter()
         self._open: Stepped | None = None
         self.applied_steps = 0
@@ -130,7 +131,7 @@ class Window:
         ACTIVITY.step = step
         self._follow_layout(step)
         share = Share()
-        tally = self._order.collect(step, self.applied_steps, share, phase)
+        tally = self.order.collect(step, self.applied_steps, share, phase)
         self._check_together(step, share, tally)
         ACTIVITY.enter("optimizer")
         dropped_late = self.settle()

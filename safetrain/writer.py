@@ -139,7 +139,7 @@ class Writer:
             self._say(f"rank_{self._rank}", asdict(_sealed(file)))
         except Exception as error:  # noqa: BLE001  whatever it is, rank 0 waits for it
             self._say(f"rank_{self._rank}", {"error": self._in_words(error, draft)})
-        return Outcome(job.step, **self._hear("done", deadline, "rank 0 has not finished in time", failed=False))
+        return Outcome(job.step, **self._await("done", deadline, "rank 0 has not finished in time"))
 
     def _manifest(self, job: Job, seals: dict[str, Seal]) -> Manifest:
         return Manifest(
@@ -158,12 +158,18 @@ class Writer:
     def _say(self, topic: str, facts: Mapping[str, Any]) -> None:
         self._store.set(f"{self._number}/{topic}", json.dumps(facts))
 
-    def _hear(self, topic: str, deadline: float, otherwise: str, *, failed: bool = True) -> dict[str, Any]:
-        """What was said. Looks now and then: a wait in torch's store that runs out prints warnings.
-
-        Raises:
-            CheckpointError: nothing was, or (``failed``) an error.
+    def _hear(self, topic: str, deadline: float, otherwise: str) -> dict[str, Any]:
         """
+        Raises:
+            CheckpointError: what was said is an error, or nothing was: ``otherwise``.
+        """
+        facts = self._await(topic, deadline, otherwise)
+        if "error" in facts:
+            raise CheckpointError(facts["error"])
+        return facts
+
+    def _await(self, topic: str, deadline: float, otherwise: str) -> dict[str, Any]:
+        """What was said. Looks now and then: a wait in torch's store that runs out prints warnings."""
         key, pause_s = f"{self._number}/{topic}", _SHORTEST_PAUSE_S
         while not self._store.check([key]):
             if time.monotonic() >= deadline:
@@ -171,8 +177,6 @@ class Writer:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         facts: dict[str, Any] = json.loads(self._store.get(key))
-        if failed and "error" in facts:
-            raise CheckpointError(facts["error"])
         return facts
 
     def _forget(self) -> None:

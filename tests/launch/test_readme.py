@@ -71,7 +71,7 @@ def run_directories(folder: Path) -> Iterator[Path]:
 
 def test_every_command_and_file_is_tried_here() -> None:
     assert sorted(shown_files()) == ["recipe/spirals.yaml", "script.py", "spirals.py"]
-    assert len(shown_commands()) == 9
+    assert len(shown_commands()) == 13
 
 
 @pytest.mark.slow
@@ -121,6 +121,23 @@ def test_without_hydra(folder: Path, start: str, ranks: int) -> None:
     assert len(accuracies) == ranks
     assert min(accuracies) == max(accuracies) > 0.9
     assert list(folder.glob("outputs")) == []
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cut(folder: Path) -> None:
+    """Each of the four commands, with a run and a step that are there."""
+    shorter = command(r"python -m safetrain recipe=spirals")
+    run(f"{shorter} loop.epochs=1 loop.max_steps=50 checkpoint.every_steps=40", folder)
+    (run_dir,) = run_directories(folder)
+    assert (run_dir / "checkpoints" / "step_40").is_dir()
+    run(command(r".* resume=<run>/.*").replace("<run>", f"outputs/spirals/{run_dir.name}"), folder)
+    (other,) = set(run_directories(folder)) - {run_dir}
+    check_run_directory(other, ranks=2, accuracy=0.9)
+    for start in (r".* resume=outputs/spirals/<run>", r".* resume=auto"):
+        run(command(start).replace("<run>", run_dir.name), folder)
+        check_run_directory(run_dir, ranks=2, accuracy=0.9)
+    run(command(r"python -m safetrain\.export .*").replace("<run>", run_dir.name), folder)
+    assert (folder / "model.safetensors").stat().st_size > 4 * (2 * 64 + 64 * 64 + 64 * 2)
 
 
 @pytest.mark.slow

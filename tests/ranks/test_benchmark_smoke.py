@@ -1,4 +1,4 @@
-"""The benchmark runs, checks that both loops end with the same weights, and writes its table."""
+"""The benchmarks run, check what they measure (equal weights, the last state saved), and write their tables."""
 
 from __future__ import annotations
 
@@ -40,3 +40,19 @@ def test_an_unknown_workload_is_named(tmp_path: Path) -> None:
     assert finished.returncode == 2
     assert "no workload mpl: there are mlp," in finished.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_what_a_save_costs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.checkpoint_hold", "--megabytes", "2", "--rounds", "2"]
+    subprocess.run([*command, "--results", str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=100)
+    (page,) = tmp_path.iterdir()
+    assert re.fullmatch(r"checkpoint_hold_\d{4}-\d\d-\d\d_\d{4}\.md", page.name)
+    text = page.read_text(encoding="utf-8")
+    assert "State: 2 MB" in text
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ") and "(" in line]
+    assert [row[0].partition(" (")[0] for row in rows] == [
+        "the copy alone", "asynchronous save", "synchronous save", "the first asynchronous save",
+        "a step beside the writing", "a step without",
+    ]  # fmt: skip
+    assert all(MEASURE.fullmatch(row[1]) for row in rows)

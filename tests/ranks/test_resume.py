@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Sampler
 
 import safetrain
 from safetrain.checkpoint import Checkpoints
 from safetrain.comm import Comm
+from safetrain.policies import UnevenContinue
 from safetrain.testing import run_ranks
 from tests.ranks.memory_checkpoints import MemoryCheckpoints
 from tests.ranks.resuming import (
@@ -32,6 +36,7 @@ from tests.ranks.resuming import (
 from tests.ranks.toys import CLASSES, FEATURES, momentum_sgd
 
 THREE_EPOCHS = safetrain.Loop(epochs=3, log_every_steps=4)
+EVERY_SAMPLE = safetrain.Loader(batch_size=4, drop_last=False)
 NEVER = safetrain.Checkpoint(every_minutes=None, every_epochs=None, at_end=False)
 
 
@@ -67,9 +72,9 @@ class Remembers(Learner):
 
 
 class TakesTurns(Learner):
-    """Two optimizers, one window each."""
+    """Three optimizers, one window each."""
 
-    phases = ("0", "4")
+    phases = ("0", "1", "4")
 
 
 class Skips(Learner):
@@ -95,33 +100,73 @@ class Ends(Learner):
     [
         Setting(kind=Freezes),
         Setting(kind=Remembers),
-        Setting(kind=TakesTurns, given={"optimizer": {"0": momentum_sgd, "4": momentum_sgd}, "scheduler": None}),
+        Setting(kind=TakesTurns, given={"optimizer": dict.fromkeys(("0", "1", "4"), momentum_sgd)}),
         Setting(kind=Skips),
         Setting(kind=Ends),
         Setting(given={"strategy": safetrain.DDPStrategy(broadcast_buffers=False)}),
         Setting(given={"audit": safetrain.Audit(every_steps=2)}),
+        Setting(given={"strategy": safetrain.DDPStrategy(forward_communicates=True)}),
+        Setting(given={"strategy": safetrain.DDPStrategy(static_graph=True)}),
         Setting(given={"optimizer": partial(torch.optim.AdamW, lr=0.01), "scheduler": None}),
     ],
-    ids=["freezes", "extra_state", "phases", "skips", "stops", "own_buffers", "audit", "adamw"],
+    ids=[
+        "freezes",
+        "extra_state",
+        "phases",
+        "skips",
+        "stops",
+        "own_buffers",
+        "audit",
+        "votes_first",
+        "static_graph",
+        "adamw",
+    ],
 )
 def test_all_that_a_run_has_goes_on(setting: Setting, world_size: int) -> None:
     assert_exact(setting, [At(4), At(9)], world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_longer_run_goes_on_inside_the_epoch_in_which_a_shorter_one_ended(world_size: int) -> None:
+class Chunks(Sampler[list[int]]):
+    """23 batches, of which two ranks get 12 and 11."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(range(start, start + 4)) for start in range(0, 92, 4)])
+
+    def __len__(self) -> int:
+        return 23
+
+
+@pytest.mark.parametrize("votes_first", [False, True])
+def test_a_rank_that_is_out_of_data_is_still(votes_first: bool) -> None:
+    class Uneven(Learner):
+        def build_train_data(self) -> Any:
+            return DataLoader(Noisy(92), batch_sampler=Chunks())
+
+    given = {
+        "policies": safetrain.Policies(uneven=UnevenContinue()),
+        "strategy": safetrain.DDPStrategy(forward_communicates=votes_first),
+        "checkpoint": safetrain.Checkpoint(every_steps=11),
+    }
+    assert_exact(Setting(kind=Uneven, given=given), [At(11), At(23)], 2)
+
+
+@pytest.mark.parametrize(("world_size", "max_steps"), [(1, 7), (2, 7), (1, 23), (2, 12)])  # inside an epoch, at its end
+def test_a_longer_run_goes_on_where_a_shorter_one_ended(world_size: int, max_steps: int) -> None:
     setting = Setting(given={"scheduler": None})
 
     def work(comm: Comm) -> None:
         expected, whole = straight(setting, comm)
         history, steps = History(), dict[int, bytes]()
-        shorter = safetrain.Loop(epochs=3, log_every_steps=4, clip_norm=1.0, max_steps=7)
+        shorter = safetrain.Loop(epochs=3, log_every_steps=4, clip_norm=1.0, max_steps=max_steps)
         learner(setting, comm, history, MemoryCheckpoints(comm, steps), loop=shorter).fit()
         trainer = learner(setting, comm, history, MemoryCheckpoints(comm, steps), resume="auto")
         trainer.fit()
         assert history.seen == whole.seen
         assert history.lines() == whole.lines()
-        assert_equal(final(trainer), expected)
+        found = final(trainer)
+        for each in (found, expected):
+            del each["shared"]["report"]  # counts the checkpoint with which the shorter one ended
+        assert_equal(found, expected)
 
     run_ranks(work, world_size, timeout_s=60)
 
@@ -143,7 +188,7 @@ def test_a_run_that_is_over_only_ends_again(max_steps: int | None) -> None:
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (2, 4), (4, 2)])
 def test_on_other_ranks_each_sample_comes_once_in_the_epoch(before: int, now: int) -> None:
-    setting = Setting(given={"scheduler": None, "loader": safetrain.Loader(batch_size=4, drop_last=False)})
+    setting = Setting(epoch_samples=96, given={"scheduler": None, "loader": EVERY_SAMPLE})
 
     def cut(comm: Comm) -> tuple[list[Any], dict[int, bytes]]:
         history, checkpoints = History(), MemoryCheckpoints(comm)
@@ -165,11 +210,11 @@ def test_on_other_ranks_each_sample_comes_once_in_the_epoch(before: int, now: in
     steps = first[0][1]
     second = run_ranks(go_on, now)
     in_epoch = [batch for seen, _ in first for _, batch in seen]
-    left = 92 - sum(map(len, in_epoch))
+    left = 96 - sum(map(len, in_epoch))
     steps_left = -(-left // (4 * now))
     in_epoch += [batch for seen, _, _ in second for step, batch in seen if step < 5 + steps_left]
     counts = Counter(number for batch in in_epoch for number in batch)
-    assert counts == dict.fromkeys(range(92), 1)
+    assert counts == dict.fromkeys(range(96), 1)
     assert any(f"{before} ranks then, {now} now" in line for line in second[0][2])
     # the metrics of step 5, which the ranks of then had not told yet, are in the line of step 8
     line = next(line for line in second[0][1] if line.startswith("train 8 "))
@@ -180,7 +225,7 @@ def test_on_other_ranks_each_sample_comes_once_in_the_epoch(before: int, now: in
 def test_when_it_saves(world_size: int) -> None:
     class Asks(Learner):
         def training_step(self, batch: Any) -> Any:
-            if self.step == 4 and self.comm.rank == self.comm.world_size - 1:
+            if self.step == 1 and self.comm.rank == self.comm.world_size - 1:
                 self.save()
             return super().training_step(batch)
 
@@ -196,7 +241,7 @@ def test_when_it_saves(world_size: int) -> None:
 
         only = partial(safetrain.Checkpoint, every_minutes=None, metric="val/loss", mode="min")
         assert list(saved(NEVER)) == []
-        assert list(saved(NEVER, Asks)) == [6]
+        assert list(saved(NEVER, Asks)) == [3]
         by_epoch = saved(only(every_epochs=2, at_end=False))
         assert list(by_epoch) == [10]
         assert by_epoch[10] is not None
@@ -204,7 +249,7 @@ def test_when_it_saves(world_size: int) -> None:
         assert list(saved(only(every_epochs=None, every_steps=4))) == [4, 8, 12, 15]
         assert list(saved(only(every_epochs=None), loop=safetrain.Loop(epochs=3, max_steps=7))) == [7]
         clock = saved(safetrain.Checkpoint(every_minutes=1e-9, every_epochs=None, at_end=False))
-        assert list(clock) == [2, 4, 6, 8, 10, 12, 14]
+        assert list(clock) == [2, 4, 5, 7, 9, 10, 12, 14, 15]  # at the end of an epoch, at once
 
     run_ranks(work, world_size)
 
@@ -220,10 +265,25 @@ def test_a_model_that_does_not_fit_is_told_on_all_ranks() -> None:
         steps: dict[int, bytes] = {}
         learner(Setting(), comm, History(), MemoryCheckpoints(comm, steps)).fit()
         trainer = learner(Setting(kind=Wider), comm, History(), MemoryCheckpoints(comm, steps), resume="auto")
-        with pytest.raises(safetrain.CheckpointError, match=r"4.weight is .* in the checkpoint and .* here"):
+        with pytest.raises(safetrain.CheckpointError, match=r"4\.weight is .* in the checkpoint and .* here"):
             trainer.fit()
 
     run_ranks(work, 2)
+
+
+def test_what_can_not_be_saved_is_told_before_the_first_step() -> None:
+    class Hides(Learner):
+        def extra_state(self) -> dict[str, Any]:
+            return {"lock": threading.Lock()}
+
+    def work(comm: Comm) -> None:
+        trainer = learner(Setting(kind=Hides), comm, History(), MemoryCheckpoints(comm))
+        with pytest.raises(safetrain.UsageError, match=r"a checkpoint can't hold extra.lock: it is a _thread.lock"):
+            trainer.fit()
+        assert not trainer.history.seen
+        learner(Setting(kind=Hides), comm, History(), MemoryCheckpoints(comm), checkpoint=NEVER).fit()
+
+    run_ranks(work, 1)
 
 
 def test_resume_needs_a_run_directory() -> None:

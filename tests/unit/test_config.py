@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safetrain.config import Config, Launch, Loader, Loop
+from safetrain.config import Checkpoint, Config, Launch, Loader, Loop
 from safetrain.errors import ConfigError
 
 NODE = {"_target_": "torch.nn.Identity"}
@@ -38,6 +38,11 @@ def plain(**changes: Any) -> dict[str, Any]:
         (Launch, {"nproc_per_node": "all"}, "launch.nproc_per_node='all': must be one of auto or a whole number"),
         (Launch, {"nproc_per_node": 0}, "launch.nproc_per_node=0: must be at least 1"),
         (Launch, {"timeout_s": 0}, "launch.timeout_s=0: must be more than 0"),
+        (Checkpoint, {"every_steps": 0}, "checkpoint.every_steps=0: must be at least 1"),
+        (Checkpoint, {"every_minutes": 0}, "checkpoint.every_minutes=0: must be more than 0"),
+        (Checkpoint, {"keep_last": 0}, "checkpoint.keep_last=0: must be at least 1"),
+        (Checkpoint, {"mode": "best"}, "checkpoint.mode='best': must be one of max, min, not text"),
+        (Checkpoint, {"on_error": "raise"}, "checkpoint.on_error='raise': must be one of warn, stop, not text"),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(

@@ -60,6 +60,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["recipe=mine", "loop.epochs=many"], "loop.epochs='many': must be a whole number, not text"),
         (["recipe=mine", "loop.epochs=null"], "loop.epochs=None: must be a whole number, not null"),
         (["recipe=mine", "loader.batch_size=0"], "loader.batch_size=0: must be at least 1"),
+        (
+            ["recipe=mine", "resume=outputs/mine/monday"],
+            "resume=outputs/mine/monday: there is no such run or checkpoint. Allowed: auto, none, a path.",
+        ),
         (["recipe=mine", "device=gpu"], "device='gpu': must be one of auto, cpu, cuda"),
         (["recipe=mine", "strategy.bucket_cap_mb=0"], "strategy.bucket_cap_mb=0"),
         (["recipe=mine", "strategy.comm_hook=fp8"], "strategy.comm_hook='fp8'"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -122,3 +124,47 @@ def test_the_folder_is_made_when_it_is_needed(tmp_path: Path, missing: str) -> N
     assert Shelf(tmp_path / "a" / missing).newest_good() is None
     put(Shelf(tmp_path / "a" / missing), 1)
     assert Shelf(tmp_path / "a" / missing).newest_good() is not None
+
+
+def test_a_file_system_may_have_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    shelf = Shelf(tmp_path, Keep(last=1))
+    put(shelf, 1)
+    put(shelf, 2)
+    assert names(tmp_path) == {"step_2"}
+
+
+def test_latest_may_not_be_in_the_way(tmp_path: Path) -> None:
+    """Something else of that name is told, and the checkpoint is there all the same."""
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(OSError, match="latest"):
+        put(Shelf(tmp_path), 1)
+    found = Shelf(tmp_path).newest_good()
+    assert found is not None
+    assert found[1].step == 1
+
+
+def test_every_byte_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H83: after a power cut, a rename may have reached the disk and what was written before it not."""
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        done.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        done.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    path = checkpoint_at(tmp_path, step=3)
+    (renamed,) = (number for number, what in enumerate(done) if what.endswith(" -> step_3"))
+    draft = done[renamed].removesuffix(" -> step_3")
+    assert names(path) | {draft} <= set(done[:renamed])
+    assert done[renamed - 1] == draft, "its names come last"
+    assert done[renamed + 1] == tmp_path.name

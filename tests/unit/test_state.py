@@ -185,6 +185,23 @@ def test_schedulers_go_on(make: Any) -> None:
     assert rates(optimizer, scheduler, 8) == rates(another, resumed, 8)
 
 
+def test_a_schedule_of_another_length_goes_on_at_the_same_step(caplog: pytest.LogCaptureFixture) -> None:
+    def build(total_steps: int) -> Any:
+        return schedulers.OneCycleLR(torch.optim.SGD(net().parameters(), lr=0.1), max_lr=1.0, total_steps=total_steps)
+
+    shorter, longer, resumed = build(10), build(20), build(20)
+    for scheduler in (shorter, longer):
+        for _ in range(7):
+            scheduler.optimizer.step()
+            scheduler.step()
+    SchedulerState("optimizer", resumed).load_state_dict(written(SchedulerState("optimizer", shorter).state_dict()))
+    for scheduler in (longer, resumed):
+        scheduler.optimizer.step()
+        scheduler.step()
+    assert resumed.get_last_lr() == longer.get_last_lr()
+    assert "'optimizer' was made for 10 steps, and is for 20 here: it goes on at step 7 of those" in caplog.text
+
+
 class TestPrecision:
     def test_the_loss_scale_goes_on(self) -> None:
         precision, other = FP16(init_scale=8.0, growth_interval=5), FP16(init_scale=2.0)

@@ -116,3 +116,47 @@ def test_tensorboard_of_a_resumed_run_drops_what_the_earlier_process_drew_later(
 def test_nothing_is_written_elsewhere(observer: type[Observer], who: dict[str, Any], tmp_path: Path) -> None:
     tell_all(observer(), run_info(tmp_path, **who))
     assert list(tmp_path.iterdir()) == []
+
+
+def told_in(directory: Path) -> list[tuple[str, int]]:
+    lines = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    return [(line["kind"], line.get("step", line.get("start_step"))) for line in lines]
+
+
+def test_events_of_a_resumed_run_have_no_gap_and_no_duplicate(tmp_path: Path) -> None:
+    cut = EventLog()
+    cut.start(run_info(tmp_path))
+    for event in TOLD[:4]:
+        cut.event(event)
+    cut.close()
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"time": 1, "kind": "tra')  # killed while it wrote
+    resumed = EventLog()
+    resumed.start(run_info(tmp_path, start_step=12, start_events=2))
+    for event in TOLD[2:]:
+        resumed.event(event)
+    resumed.close()
+    assert told_in(tmp_path) == [("start", 0), ("train", 10), ("validation", 12), ("start", 12)] + [
+        (event.kind, event.step) for event in TOLD[2:]
+    ]
+
+
+def test_a_run_that_begins_anew_in_its_directory_tells_everything_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        tell_all(EventLog(), run_info(tmp_path))
+    assert told_in(tmp_path) == [("start", 0), ("start", 0), *((event.kind, event.step) for event in TOLD)]
+
+
+def test_curves_of_a_resumed_run_have_no_gap_and_no_duplicate(tmp_path: Path) -> None:
+    cut = TensorBoard(flush_s=1000)
+    cut.start(run_info(tmp_path))
+    cut.event(TOLD[0])
+    cut.event(Event("checkpoint", 10, 0))
+    assert read_curves(tmp_path)[0]["train/loss"] == [(10, 0.5)]  # it may be killed now
+    cut.event(Event("train", 20, 0, {"train/loss": 99.0}))
+    cut.close()
+    resumed = TensorBoard()
+    resumed.start(run_info(tmp_path, start_step=10, start_events=1))
+    resumed.event(TOLD[3])
+    resumed.close()
+    assert read_curves(tmp_path)[0]["train/loss"] == [(10, 0.5), (20, 0.125)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
-import io
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,18 +29,9 @@ class Color(enum.IntEnum):
 
 
 def there_and_back(state: Any) -> Any:
-    """Through the structure as it is on disk, and a fill by name."""
-    structure, tensors = tree.split(state)
-    file = io.BytesIO()
-    torch.save(structure, file)
-    file.seek(0)
-
-    def fill(into: dict[str, torch.Tensor]) -> None:
-        assert list(into) == list(tensors)
-        for name, tensor in into.items():
-            tensor.copy_(tensors[name])
-
-    return tree.join(torch.load(file, weights_only=True), fill)
+    with tempfile.TemporaryDirectory() as folder:
+        archive.write_shared(Path(folder), *tree.split(state))
+        return archive.read_shared(Path(folder))
 
 
 def test_all_of_a_state_comes_back() -> None:
@@ -54,6 +45,19 @@ def test_names_are_paths_and_no_two_are_the_same() -> None:
     assert tensors["a.b.c#2"].item() == -3
 
 
+def test_a_name_that_looks_like_a_second_one_is_a_third() -> None:
+    state = {"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2), "a.b#2": torch.tensor(3)}
+    assert len(tree.split(state)[1]) == 3
+    assert_equal(there_and_back(state), state)
+
+
+def test_a_part_is_that_of_the_whole(tmp_path: Path) -> None:
+    state = shared_state(3) | {"bare": torch.ones(2)}
+    archive.write_shared(tmp_path, *tree.split(state))
+    for name, part in state.items():
+        assert_equal(archive.read_part(tmp_path, name), part)
+
+
 LEAVES = (
     st.none()
     | st.booleans()
@@ -61,6 +65,11 @@ LEAVES = (
     | st.floats(allow_nan=False)
     | st.text(max_size=3)
     | st.binary(max_size=3)
+    | st.complex_numbers(allow_nan=False)
+    | st.sets(st.integers() | st.text(max_size=2), max_size=2)
+    | st.frozensets(st.integers() | st.text(max_size=2), max_size=2)
+    | st.sampled_from([torch.float32, torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])])
+    | st.sampled_from([np.float64(0.5), np.int64(3), np.float32(2), np.bool_(True), np.str_("a"), np.arange(3)])
     | st.builds(torch.tensor, st.lists(st.integers(-5, 5), max_size=3))
 )
 KEYS = st.sampled_from(["a", "b", "a.b", "a#2", ""]) | st.integers(0, 2)
