@@ -56,6 +56,10 @@ class Mine(safetrain.Trainer):
         sys.exit(7)
     def die(self):
         os.kill(os.getpid(), signal.SIGKILL)
+    def die_once(self):
+        if not Path(self.run_dir, "died").exists():
+            Path(self.run_dir, "died").touch()
+            self.die()
     def hold_on(self):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)

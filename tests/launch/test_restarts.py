@@ -1,0 +1,56 @@
+"""A job that failed goes on from its last checkpoint by itself, unless it would only fail again."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.launch.project import Project
+from tests.launch.test_resume import EVERY_TWO_STEPS, THREE_EPOCHS, events, newest, same
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+JOB = (*THREE_EPOCHS, EVERY_TWO_STEPS, "trainer.at=7")
+
+
+def check_it_is_the_whole_run(project: Project) -> None:
+    [run_dir] = project.run_dirs()
+    done = project.run(*THREE_EPOCHS, EVERY_TWO_STEPS, "hydra.run.dir=whole")
+    assert done.code == 0, done.err
+    whole = project.folder / "whole"
+    assert same(newest(run_dir).shared, newest(whole).shared)
+    assert same(newest(run_dir).own, newest(whole).own)
+    assert events(run_dir) == events(whole)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_was_killed_once(project: Project, culprit: int) -> None:
+    done = project.run(*JOB, "trainer.fault=die_once", f"trainer.culprit={culprit}", "launch.max_restarts=2")
+    assert done.code == 0, done.err
+    [run_dir] = project.run_dirs()
+    # its death may have come before its part of step 6 was written
+    assert re.search(r"^Restart 1 of 2: it goes on from step_[46]\.$", done.out, re.MULTILINE)
+    assert f"rank {culprit} (process" in (run_dir / "failure_1.txt").read_text()
+    assert "was killed by SIGKILL" in done.err
+    assert not (run_dir / "failure.txt").exists()
+    check_it_is_the_whole_run(project)
+
+
+def test_a_failure_that_comes_again_is_not_tried_a_third_time(project: Project) -> None:
+    done = project.run(*JOB, "trainer.fault=error", "launch.max_restarts=5")
+    assert done.code == 1
+    [run_dir] = project.run_dirs()
+    assert done.err.count("Training failed on rank 0 at step 7 in training_step") == 2
+    assert done.err.endswith("It failed in this way before, at the same place: no further restart.\n")
+    assert (run_dir / "failure_1.json").exists()
+    assert (run_dir / "failure.json").exists()
+    assert not (run_dir / "failure_2.json").exists()
+
+
+def test_torchrun_starts_the_ranks_again(project: Project) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = project.run(*JOB, "trainer.fault=die_once", program=[*torchrun, "--max-restarts", "1", "-m", "safetrain"])
+    assert done.code == 0, done.err
+    check_it_is_the_whole_run(project)
