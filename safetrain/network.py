@@ -66,15 +66,23 @@ def port_holder(port: int) -> str:
     }
     links = {f"socket:[{number}]" for number in sockets}
     for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(file) in links for file in process.glob("fd/*")):  # noqa: PTH115  it names no file
-                if process.name == str(os.getpid()):
-                    return ""
+        if links & _links_of(process):
+            if process.name == str(os.getpid()):
+                return ""
+            with suppress(OSError):  # it ended just now
                 command = process.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 return f"process {process.name} ({command.strip()[:200]})"
-        except OSError:  # another user's, or gone
-            continue
     return "another user's process" if sockets else ""
+
+
+def _links_of(process: Path) -> set[str]:
+    """What the open files of a process are; those that it closes meanwhile are left out."""
+    links = set()
+    with suppress(OSError):  # another user's, or gone
+        for file in process.joinpath("fd").iterdir():
+            with suppress(OSError):
+                links.add(os.readlink(file))  # noqa: PTH115  it names no file
+    return links
 
 
 def check_gloo_interfaces() -> None:

@@ -61,7 +61,7 @@ class Mine(safetrain.Trainer):
             Path(self.run_dir, "died").touch()
             self.die()
     def hold_on(self):
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         if self.comm.rank != 0:
             os._exit(3)
