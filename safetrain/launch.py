@@ -3,8 +3,8 @@
 The parent is never a rank. The agent runs each rank as a command of its own, around a store on a free port of this
 machine, so two jobs cannot collide; it never restarts a rank. A signal to the parent, the first failed rank, or the
 parent's own end (whatever its cause) ends all ranks: a signal, ``grace_s``, SIGKILL. Only SIGTERM to the parent is
-passed on as SIGTERM: the ranks then save before they go (preemption.py). Else they get SIGUSR2, which ends them at once:
-nobody handles it, as Python does with SIGINT, or ignores it, as nohup does with SIGHUP.
+passed on as SIGTERM: the ranks then save before they go (preemption.py). Else they get SIGUSR2, which ends them at
+once: nobody handles it, as Python does with SIGINT, or ignores it, as nohup does with SIGHUP.
 """
 
 from __future__ import annotations
