@@ -85,9 +85,9 @@ def inject(fault: Fault, trainer: Trainer, rank: int, world_size: int) -> None:
     elif fault.at == "backward":
         trainer.build_model = partial(_with_gradient_hook, trainer.build_model, trigger)  # type: ignore[method-assign]
     elif fault.at in ("dataset", "collate"):
-        from safetrain import trainer as module
+        from safetrain import data
 
-        module.build_loader = partial(_build_loader, module.build_loader, trigger, fault.at)  # type: ignore[attr-defined]
+        data.build_loader = partial(_build_loader, data.build_loader, trigger, fault.at)
     trainer.training_step = partial(trigger.watch_step, trainer.training_step)  # type: ignore[method-assign]
 
 

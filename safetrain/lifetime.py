@@ -30,6 +30,26 @@ def die_with_parent() -> None:
         threading.Thread(target=_die_after, args=(parent,), name="die_with_parent", daemon=True).start()
 
 
+def heed_only_parent() -> None:
+    """In a child of ``multiprocessing``, before it has threads: only its parent can end it by SIGTERM or SIGUSR1.
+
+    A scheduler, and torchrun, send them to every process of a job, and it is for the rank to decide what follows:
+    without its loader workers it could not come to the end of the step.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or not hasattr(signal, "sigwaitinfo"):  # macOS has none
+        return
+    numbers = {signal.SIGTERM, signal.SIGUSR1}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    threading.Thread(target=_heed, args=(parent.pid, numbers), name="heed_only_parent", daemon=True).start()
+
+
+def _heed(parent: int | None, numbers: set[signal.Signals]) -> None:
+    while True:
+        if signal.sigwaitinfo(numbers).si_pid == parent:
+            os._exit(0)
+
+
 def _die_after(parent: multiprocessing.process.BaseProcess) -> None:
     parent.join()
     os._exit(1)

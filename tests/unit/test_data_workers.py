@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,22 @@ class TestWorkers:
         feed.begin_epoch(0)
         assert feed.take().batch.tolist()[0] != os.getpid()
         assert feed.take().batch.tolist() == [100] * 4
+
+    @pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+    def test_only_its_rank_ends_a_loader_worker_by_sigterm(self, context: str) -> None:
+        """A scheduler sends it to every process; the rank still needs its batches to come to a step's end."""
+        loader = DataLoader(Worker(), batch_size=1, num_workers=1, multiprocessing_context=context)
+        feed = feed_of(loader, 0, 1)
+        feed.begin_epoch(0)
+        worker = feed.take().batch.item()
+        for number in ("TERM", "USR1"):
+            subprocess.run(["kill", f"-{number}", str(worker)], check=True)
+        assert [feed.take().batch.item() for _ in range(3)] == [worker] * 3
+        os.kill(worker, signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while _runs(worker) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not _runs(worker)
 
     @pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
     def test_loader_workers_die_with_their_rank(self, context: str) -> None:
