@@ -47,7 +47,7 @@ def assemble(trainer: Trainer) -> Run:
     comm, options, seed = trainer.comm, trainer.loader, trainer.seed
     comm.collectives.compares = trainer.audit.collectives
     checkpoints = trainer.build_checkpoints()
-    resumption = find_checkpoint(checkpoints, trainer.resume)
+    resumption = find_checkpoint(checkpoints, trainer.resume, trainer.run_dir)
     trainer.step, trainer.epoch = (resumption.saved.step, resumption.saved.epoch) if resumption else (0, 0)
 
     torch.manual_seed(seed)  # the same initial weights on every rank

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from safetrain.catalog import recipes
 from safetrain.errors import ConfigError, SafetrainError, UsageError
 from safetrain.rank_log import fresh_line
-from safetrain.run_dir import occupied
+from safetrain.run_dir import note_for_restart, occupied, run_before_restart
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -108,36 +108,37 @@ def _as_rank(arguments: Sequence[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun: killed, it would leave its ranks running
         die_with_parent()
     handover = Handover(arguments)
-    if handover.rank == 0:
-        text = ""
-        try:
-            text = _compose_for_ranks(arguments)
-        except SystemExit as leave:  # --help, or an argument that Hydra refused
-            handover.end(leave.code if isinstance(leave.code, int) else OK)
-            raise
-        except (ConfigError, UsageError):
-            handover.end(WRONG)
-            raise
-        if not text:
-            handover.end(OK)
-            return OK
-        handover.give(text)
-    config = Config.from_yaml(text if handover.rank == 0 else handover.take())
-    os.environ.update({name: str(value) for name, value in config.env.items()})
-    from safetrain.worker import run
+    with ExitStack() as held:
+        if handover.rank == 0:
+            try:
+                text = _compose_for_ranks(arguments, held)
+            except SystemExit as leave:  # --help, or an argument that Hydra refused
+                handover.end(leave.code if isinstance(leave.code, int) else OK)
+                raise
+            except (ConfigError, UsageError):
+                handover.end(WRONG)
+                raise
+            if not text:
+                handover.end(OK)
+                return OK
+            handover.give(text)
+        config = Config.from_yaml(text if handover.rank == 0 else handover.take())
+        os.environ.update({name: str(value) for name, value in config.env.items()})
+        from safetrain.worker import run
 
-    with occupied(Path(config.run_dir)) if handover.rank == 0 else nullcontext():
         run(config, tells=True)
     return OK
 
 
-def _compose_for_ranks(arguments: Sequence[str]) -> str:
-    """The config of the one job, as YAML; empty where there is none, such as for ``--cfg job``."""
+def _compose_for_ranks(arguments: Sequence[str], held: ExitStack) -> str:
+    """The config of the one job, as YAML; empty where there is none, such as for ``--cfg job``. ``held`` keeps other
+    jobs out of its directory.
+
+    Where torchrun has started the ranks again, it is that of the run that they were in, if it has saved anything.
+    """
     if not arguments:
         print(list_recipes())
         return ""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not any(a.startswith("resume=") for a in arguments):
-        sys.argv.append("resume=auto")  # torchrun --max-restarts: the ranks were started again
     if {"-m", "--multirun"} & set(arguments):
         raise UsageError(
             "a sweep needs a launcher of its own for each job: run `python -m safetrain -m ...` without torchrun"
@@ -145,10 +146,14 @@ def _compose_for_ranks(arguments: Sequence[str]) -> str:
     from safetrain.compose import for_each_job, resolve
     from safetrain.job import prepare, shown
 
+    if run_dir := run_before_restart():
+        sys.argv = [argument for argument in sys.argv if not argument.startswith("resume=")] + [f"resume={run_dir}"]
     configs: list[Config] = []
     for_each_job(lambda composed: configs.append(resolve(composed)))
     for config in configs:
+        held.enter_context(occupied(Path(config.run_dir)))
         prepare(config)
+        note_for_restart(config.run_dir)
         print(f"{config.name}: {os.environ['WORLD_SIZE']} ranks, {shown(Path(config.run_dir))}", flush=True)
     return configs[0].to_yaml() if configs else ""
 

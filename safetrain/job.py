@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-import shutil
 import signal
 import sys
 from dataclasses import replace
@@ -14,6 +14,7 @@ from safetrain.checks import nearest
 from safetrain.config import Config
 from safetrain.errors import ConfigError, Preempted, SafetrainError
 from safetrain.failed import verdict_on
+from safetrain.failure import read_failures
 from safetrain.launch import Interrupted, launch, number_of_ranks
 from safetrain.rank_log import fresh_line
 from safetrain.run_dir import occupied
@@ -52,11 +53,12 @@ def train(config: Config) -> float | None:
         for number in range(1, config.launch.max_restarts + 1):
             if not failed:
                 break
-            before = _way_of_failing(run_dir)
-            _set_aside(run_dir, number)
             print(f"{fresh_line(sys.stderr)}{failed}\n", file=sys.stderr)
-            print(f"Restart {number} of {config.launch.max_restarts}: {_from_where(run_dir)}.", flush=True)
-            prepare(config := replace(config, resume="auto"))
+            before = _way_of_failing(run_dir)
+            _set_aside(run_dir)
+            saved = _newest(run_dir)
+            print(f"Restart {number} of {config.launch.max_restarts}: {_from_where(config, saved)}.", flush=True)
+            prepare(config := replace(config, resume="auto") if saved else config)
             failed = _attempt(config, ranks)
             if failed and _way_of_failing(run_dir) == before:
                 raise TrainingFailed(f"{failed}\nIt failed in this way before, at the same place: no further restart.")
@@ -74,7 +76,6 @@ def train(config: Config) -> float | None:
 def prepare(config: Config) -> None:
     """Write ``config.yaml``; remove what an earlier job, told to use the same directory, would be mistaken for."""
     run_dir = Path(config.run_dir)
-    shutil.rmtree(run_dir / "failures", ignore_errors=True)
     forget(run_dir)
     (run_dir / "result.json").unlink(missing_ok=True)
     (run_dir / "config.yaml").write_text(config.to_yaml())
@@ -92,7 +93,9 @@ def _attempt(config: Config, ranks: int) -> str:
     try:
         ended = launch(run_dir / "config.yaml", ranks, options=config.launch, env=env)
     except Interrupted as by:
-        raise JobEnded(*_interrupted(by, run_dir)) from None
+        if by.number == signal.SIGTERM and (run_dir / "result.json").exists():  # it came as the job was done
+            return ""
+        raise JobEnded(*_interrupted(by, config, ranks)) from None
     if ended.ok and (run_dir / "result.json").exists():
         return ""
     told = published(run_dir)  # the ranks, or a watchdog, may have said all
@@ -104,17 +107,20 @@ def _attempt(config: Config, ranks: int) -> str:
     return told.text
 
 
-def _interrupted(by: Interrupted, run_dir: Path) -> Published:
+def _interrupted(by: Interrupted, config: Config, ranks: int) -> Published:
     """The words, and the exit code, where the launcher got a signal."""
-    told = published(run_dir)
-    if told is not None and told.exit_code == Preempted.EXIT_CODE:
-        return told
+    run_dir = Path(config.run_dir)
     text = f"Interrupted by {by}; no rank is left. Run directory: {shown(run_dir)}"
     if by.number != signal.SIGTERM:
         return Published(text, 128 + by.number)
+    if (told := published(run_dir)) is not None:  # preempted, or a watchdog was first
+        return told
+    if any(not failure.victim for failure in read_failures(run_dir)):  # to run it again would not help
+        verdict = verdict_on(run_dir, ranks)
+        return Published(verdict.publish(run_dir) or verdict.text(run_dir), verdict.exit_code)
     return Published(
         f"{text}\nThe ranks did not come to the end of a step in time. Run it again with resume=auto: "
-        f"{_from_where(run_dir)}.",
+        f"{_from_where(config, _newest(run_dir))}.",
         Preempted.EXIT_CODE,
     )
 
@@ -124,19 +130,31 @@ def _way_of_failing(run_dir: Path) -> tuple[str, ...]:
     word names no step; there it counts that nothing was saved in between."""
     try:
         facts = json.loads((run_dir / "failure.json").read_text())
-    except FileNotFoundError:  # the disk took no file
+    except (FileNotFoundError, ValueError):  # the disk took no file, or half of it
         return ()
-    return _VARIES.sub("", facts["sentence"]), facts["place"], facts["detail"], _from_where(run_dir)
+    return _VARIES.sub("", facts["sentence"]), facts["place"], facts["detail"], _newest(run_dir)
 
 
-def _from_where(run_dir: Path) -> str:
+def _newest(run_dir: Path) -> str:
+    """The name of the newest checkpoint; empty where there is none."""
     saved = Shelf(run_dir / "checkpoints").readable()
-    return f"it goes on from {saved[0][0].name}" if saved else "it begins anew, nothing was saved"
+    return saved[0][0].name if saved else ""
 
 
-def _set_aside(run_dir: Path, attempt: int) -> None:
-    """Keep what is known of a failed attempt: ``failure.txt`` becomes ``failure_1.txt``, and so on."""
-    for name in ("failure.txt", "failure.json", "failures"):
-        path = run_dir / name
-        if path.exists():
-            path.rename(path.with_name(f"{path.stem}_{attempt}{path.suffix}"))
+def _from_where(config: Config, saved: str) -> str:
+    if saved:
+        return f"it goes on from {saved}"
+    return "nothing was saved, it begins " + ("anew" if config.resume in ("none", "auto") else f"at {config.resume}")
+
+
+def _set_aside(run_dir: Path) -> None:
+    """Keep what is known of a failed attempt: ``failure.txt`` becomes ``failure_1.txt``, or the next free number."""
+    names = ("failure.txt", "failure.json", "failures")
+    kept = (
+        [path.with_name(f"{path.stem}_{number}{path.suffix}") for path in map(run_dir.joinpath, names)]
+        for number in itertools.count(1)
+    )
+    free = next(paths for paths in kept if not any(path.exists() for path in paths))
+    for name, path in zip(names, free, strict=True):
+        if (run_dir / name).exists():
+            (run_dir / name).rename(path)

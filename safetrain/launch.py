@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from safetrain.config import Config, Launch
 from safetrain.environ import environment
 from safetrain.errors import ConfigError, UsageError
 from safetrain.failure import Exit
+from safetrain.preemption import ECHO_S
 from safetrain.rank import PARENT_PID
 from safetrain.rank_log import say
 from safetrain.whereabouts import Whereabouts
@@ -198,7 +200,13 @@ def _signals_end_the_job() -> Iterator[list[signal.Signals]]:
     received."""
     received: list[signal.Signals] = []
 
+    first_at = 0.0
+
     def end(number: int, _frame: FrameType | None) -> None:
+        nonlocal first_at
+        if received == [number] == [signal.SIGTERM] and time.monotonic() - first_at < ECHO_S:
+            return  # a scheduler told the whole job, and its script tells the launcher again
+        first_at = first_at or time.monotonic()
         if received:
             os.write(2, b"\nInterrupted again; the ranks are killed.\n")
             os._exit(128 + number)

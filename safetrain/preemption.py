@@ -17,9 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from safetrain import rank_log
+
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_ECHO_S = 5.0
+ECHO_S = 5.0
 _STOP = b"\0"
+
+_heard_here: set[signal.Signals] = set()
 
 
 class LeaveRequest:
@@ -42,6 +46,7 @@ def leave_request(someone_failed: Callable[[], bool]) -> Iterator[LeaveRequest]:
     if not heard:
         yield request
         return
+    _heard_here.update(heard)
     inbox, outbox = socket.socketpair()
     outbox.setblocking(False)
     listener = threading.Thread(
@@ -56,11 +61,25 @@ def leave_request(someone_failed: Callable[[], bool]) -> Iterator[LeaveRequest]:
     finally:
         for number in heard:
             signal.signal(number, signal.SIG_DFL)
+        _heard_here.clear()
         signal.set_wakeup_fd(fd_before)
         outbox.send(_STOP)
         listener.join()
         inbox.close()
         outbox.close()
+
+
+def _in_child() -> None:
+    """A forked child (a process pool of the user's) is none of the ranks: signals end it, and are not told to its
+    parent."""
+    if _heard_here:
+        signal.set_wakeup_fd(-1)
+        for number in _heard_here:
+            signal.signal(number, signal.SIG_DFL)
+        _heard_here.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _nothing(_number: int, _frame: object) -> None:
@@ -74,8 +93,9 @@ def _listen(
     while (number := inbox.recv(1)) not in (_STOP, b""):
         if number[0] not in heard:
             continue
-        again = first_at is not None and time.monotonic() - first_at > _ECHO_S
+        again = first_at is not None and time.monotonic() - first_at > ECHO_S
         if again or someone_failed():
+            rank_log.flush()
             os._exit(128 + number[0])
         first_at = first_at or time.monotonic()
         request.signal_name = signal.Signals(number[0]).name

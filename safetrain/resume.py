@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetrain.audit import ReplicaAudit
 from safetrain.best import BestMetric
@@ -72,10 +73,24 @@ def state_of(
         "random": RankRandom(trainer.seed, comm.rank, comm.device),
     }
     if isinstance(window.order, VoteThenTrain):
-        own["spare_batch"] = window.order
+        own["spare_batch"] = While(lambda: window.inside_epoch, window.order)
     if val_feed is not None:
         own["val_data"] = FeedState(val_feed, comm.rank, lambda: False)
     return RunState(shared, own)
+
+
+@dataclass(frozen=True)
+class While:
+    """A part that only matters at times; else nothing is saved of it."""
+
+    matters: Callable[[], bool]
+    part: OwnPart
+
+    def state_dict(self) -> Any:
+        return self.part.state_dict() if self.matters() else None
+
+    def load_state_dicts(self, states: Sequence[Any], world_size: int) -> None:
+        self.part.load_state_dicts(states, world_size)
 
 
 @dataclass(frozen=True)
@@ -114,18 +129,24 @@ class Resumption:
         state.load_own(saved.own, world_size)
 
 
-def find_checkpoint(checkpoints: Checkpoints | None, where: str | Path) -> Resumption | None:
+def find_checkpoint(checkpoints: Checkpoints | None, where: str | Path, run_dir: Path | None) -> Resumption | None:
     """The checkpoint that the run is to go on from, the same on all ranks; None: it begins at its beginning.
 
     Raises:
         CheckpointError: ``where`` names one that is not there, or none of those that are there is good.
+        UsageError: there is no place where checkpoints could be.
     """
     if str(where) == "none":
         return None
     if checkpoints is None:
         raise UsageError(f"resume={where}: a run without a run directory has no checkpoints; give run_dir")
     saved = checkpoints.load(where)
-    return None if saved is None else Resumption(saved)
+    if saved is None:
+        return None
+    if run_dir is not None and saved.path.parent.resolve() != (run_dir / "checkpoints").resolve():
+        report = {**saved.shared["report"], "events": 0}  # another run's: this one's have yet to be told
+        saved = replace(saved, shared={**saved.shared, "report": report})
+    return Resumption(saved)
 
 
 def ranks_changed(before: int, now: int) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +14,10 @@ from pathlib import Path
 
 from safetrain.errors import UsageError
 
+logger = logging.getLogger("safetrain")
+
 _CHECKPOINTS, _LOCK = "checkpoints", ".lock"
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 def choose_run_dir(parent: str, resume: str = "none") -> str:
@@ -38,7 +44,13 @@ def occupied(run_dir: Path) -> Iterator[None]:
     with (run_dir / _LOCK).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
+            if error.errno in _NO_LOCKS:  # a network file system without them
+                logger.info("%s can't be locked (%s): see to it that no other job writes there", run_dir, error)
+                yield
+                return
+            if not isinstance(error, BlockingIOError):
+                raise
             lock.seek(0)
             raise UsageError(
                 f"another job ({lock.read() or 'just starting'}) is working in {run_dir}: wait until it has ended, or "
@@ -48,6 +60,25 @@ def occupied(run_dir: Path) -> Iterator[None]:
         lock.write(f"process {os.getpid()} on {os.uname().nodename}")
         lock.flush()
         yield
+
+
+def note_for_restart(run_dir: str) -> None:
+    """Under torchrun: where the ranks go on if it starts them again (``--max-restarts``)."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _note().write_text(run_dir)
+
+
+def run_before_restart() -> str:
+    """Where the ranks were before torchrun started them again, if they had saved anything; else empty."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not _note().exists():
+        return ""
+    run_dir = _note().read_text()
+    return run_dir if any(Path(run_dir, _CHECKPOINTS).glob("step_*")) else ""
+
+
+def _note() -> Path:
+    """One for each agent, written anew when it starts ranks for the first time."""
+    return Path(tempfile.gettempdir(), f"safetrain_{os.environ['TORCHELASTIC_RUN_ID']}_{os.getppid()}")
 
 
 def _new(parent: Path) -> str:
@@ -71,8 +102,10 @@ def _last_saved(parent: Path) -> Path | None:
 
 
 def _in_use(run_dir: Path) -> bool:
+    """Looks only: it does not say that it was here."""
     try:
-        with occupied(run_dir):
-            return False
-    except UsageError:
-        return True
+        with (run_dir / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False

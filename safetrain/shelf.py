@@ -58,7 +58,7 @@ class Shelf:
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(".*_step_*"):
             if left.name.startswith((_DRAFT, _DISCARDED)):
-                shutil.rmtree(left)
+                self.discard(left)
         draft = self.folder / f"{_DRAFT}step_{step}_{secrets.token_hex(4)}"
         draft.mkdir()
         return draft
@@ -73,8 +73,11 @@ class Shelf:
         target = self._free_name(manifest.step)
         draft.rename(target)
         sync(self.folder)
-        link(self.folder / "latest", target.name)
-        self._tidy()
+        try:
+            link(self.folder / "latest", target.name)
+            self._tidy()
+        except OSError as error:  # it is saved; another machine may hold a file of an old one open
+            logger.warning("%s is saved, but around it not all could be put in order: %s", target.name, error)
         return target
 
     def discard(self, draft: Path) -> None:
@@ -139,4 +142,4 @@ class Shelf:
         for path, manifest in found:
             if manifest.serial not in kept:
                 # half removed, it must not be taken for a checkpoint
-                shutil.rmtree(path.rename(self.folder / f"{_DISCARDED}{path.name}"))
+                self.discard(path.rename(self.folder / f"{_DISCARDED}{path.name}"))

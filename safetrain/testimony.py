@@ -33,11 +33,11 @@ _WAITING_CALLS = (".wait(", ".item(", ".cpu(", ".tolist(", "synchronize(")
 _PHASES = {
     ("parts.py", "training_step"): "training_step",
     ("parts.py", "backward"): "backward",
-    ("data.py", ""): "data",
+    ("feed.py", ""): "data",
     ("evaluation.py", ""): "validation",
     ("precision.py", "step"): "optimizer",
     ("report.py", ""): "log",
-    ("trainer.py", "_build"): "build",
+    ("assembly.py", "assemble"): "build",
 }  # by file and function of safetrain
 _TIMED_WAITS = ("threading.py", "selectors.py")
 

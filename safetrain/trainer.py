@@ -32,6 +32,7 @@ from safetrain.precision import FP32, Precision
 from safetrain.preemption import LeaveRequest, leave_request
 from safetrain.report import Result
 from safetrain.strategy import DDPStrategy
+from safetrain.verdict import forget
 from safetrain.watchdog import watch
 
 T = TypeVar("T")
@@ -273,6 +274,8 @@ class Trainer:
         """Join the ranks if nobody has; leave only then, and only on the clean path."""
         joined_here = Comm.live() is None
         self.comm = Comm.join(self.device)
+        if joined_here and self.run_dir is not None and self.comm.rank == 0:
+            forget(self.run_dir)  # the verdict on an earlier job that used the directory
         with watch(self.comm, self.watchdog, self.run_dir), leave_request(self._someone_failed) as self._leave:
             try:
                 yield

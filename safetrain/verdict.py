@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -82,6 +83,8 @@ class Verdict:
         except FileExistsError:
             return None
         except OSError as error:
+            with suppress(OSError):
+                _json_path(run_dir).unlink()  # half a file says nothing
             return f"{self.text(None)}\n{run_dir} takes no file: {error}\n"
         return self.text(run_dir)
 
@@ -102,7 +105,8 @@ def published(run_dir: Path) -> Published | None:
 
 
 def forget(run_dir: Path) -> None:
-    """Remove the verdict on an earlier job."""
+    """Remove the verdict on an earlier job, and what it was drawn from."""
+    shutil.rmtree(run_dir / "failures", ignore_errors=True)
     for path in (_json_path(run_dir), run_dir / "failure.txt"):
         path.unlink(missing_ok=True)
 

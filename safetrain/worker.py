@@ -1,7 +1,7 @@
 """One rank's life: join the others, build, train, leave.
 
 A rank that fails writes its record and leaves by ``os._exit``: no barrier, no ``destroy_process_group``, which can hang
-when the peers are somewhere else. SIGTERM keeps its default action: a rank that is told to go is gone.
+when the peers are somewhere else. What SIGTERM does is said in preemption.py.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ def test_a_rank_that_is_stuck_costs_the_grace_and_no_checkpoint(project: Project
     assert project.gone()
     [run_dir] = project.run_dirs()
     assert done.err.startswith("Interrupted by SIGTERM; no rank is left.")
-    assert ("it begins anew, nothing was saved." if at == 0 else "resume=auto: it goes on from step_8.") in done.err
+    assert ("nothing was saved, it begins anew." if at == 0 else "resume=auto: it goes on from step_8.") in done.err
     if at:
         path, manifest = find(run_dir)
         assert (path.name, manifest.step) == ("step_8", 8)
