@@ -80,6 +80,11 @@ def resolve(composed: DictConfig) -> Config:
             raise ConfigError(
                 f"resume={config.resume}: there is no such run or checkpoint. Allowed: auto, none, a path."
             )
+        if config.resume == "auto" and HydraConfig.get().mode is RunMode.MULTIRUN:
+            raise ConfigError(
+                "resume=auto in a sweep: which of its jobs would go on with which run is not known. Give each job a "
+                "path (resume=outputs/multirun/<sweep>/0,...), or run it alone."
+            )
         _check_what_it_builds(config)
     except COMPOSITION_ERRORS as error:
         _discard_run_dir()

@@ -165,8 +165,7 @@ def _no_store(rank: int, where: str, host: str, port: int, *, serves: bool, erro
         who = holder or "a program"
         return (
             f"rank {rank}: {who} listens at {where}, but it is not rank 0 of a training job. Choose another "
-            f"MASTER_PORT, "
-            "the same on all ranks."
+            "MASTER_PORT, the same on all ranks."
         )
     return f"rank {rank} could not open the store at {where}: {str(error).partition(chr(10))[0]}"
 
@@ -191,8 +190,7 @@ def _roll_call(store: Store, me: Place, deadline: float, limit_s: float) -> tupl
         except dist.DistStoreError as error:
             raise UsageError(
                 f"{me} found the store, but rank 0 did not come within {limit_s:g} s: look for what holds it up, or "
-                f"raise "
-                "launch.join_timeout_s."
+                "raise launch.join_timeout_s."
             ) from error
     verdict = json.loads(store.get("verdict"))
     store.set(f"read_{number}", "")
@@ -227,8 +225,7 @@ def _await_all(store: Store, me: Place, deadline: float, limit_s: float) -> tupl
         if place.world_size != me.world_size:
             return (
                 f"{place} was started with WORLD_SIZE={place.world_size}, rank 0 with {me.world_size}: let one "
-                f"launcher "
-                "set RANK and WORLD_SIZE on all machines."
+                "launcher set RANK and WORLD_SIZE on all machines."
             ), []
         if place.rank in places:
             return _twice(places[place.rank], place), []
@@ -263,8 +260,6 @@ def _unreachable(places: list[Place]) -> str:
         return ""
     return (
         f"{hidden} would tell the others to find it at {hidden.gloo_address}, which on their machines means "
-        f"themselves: "
-        f"/etc/hosts maps the name {hidden.host} to it. Set GLOO_SOCKET_IFNAME to the interface between the machines, "
-        f"on "
-        "all ranks (`ip addr` lists them)."
+        f"themselves: /etc/hosts maps the name {hidden.host} to it. Set GLOO_SOCKET_IFNAME to the interface between "
+        "the machines, on all ranks (`ip addr` lists them)."
     )

@@ -35,16 +35,21 @@ class Keep:
 
     def choose(self, manifests: Sequence[Manifest]) -> set[int]:
         """The serial numbers of those that stay. Of two of the same step, only the later one does."""
-        latest_of_step = {each.step: each for each in sorted(manifests, key=lambda each: each.serial)}
-        candidates = sorted(latest_of_step.values(), key=lambda each: each.serial)
+        candidates = _latest_of_each_step(manifests)
         kept = candidates if self.last is None else candidates[-self.last :]
         return {each.serial for each in (*kept, *self.rank(candidates)[: self.best])}
 
     def rank(self, manifests: Sequence[Manifest]) -> list[Manifest]:
         """Best first; of equal ones the earlier. Those without a metric are none."""
         sign = 1 if self.mode == "min" else -1
-        known = [(sign * each.metric, each.serial, each) for each in manifests if each.metric is not None]
+        candidates = _latest_of_each_step(manifests)
+        known = [(sign * each.metric, each.serial, each) for each in candidates if each.metric is not None]
         return [each for _, _, each in sorted(known, key=lambda entry: entry[:2])]
+
+
+def _latest_of_each_step(manifests: Sequence[Manifest]) -> list[Manifest]:
+    in_order = sorted(manifests, key=lambda each: each.serial)
+    return sorted({each.step: each for each in in_order}.values(), key=lambda each: each.serial)
 
 
 class Shelf:

@@ -118,6 +118,8 @@ class Writer:
             for rank in range(1, self._world_size):
                 heard = self._hear(f"rank_{rank}", deadline, f"rank {rank} has not written its part in time")
                 seals[archive.own_file(draft, rank).name] = Seal(**heard)
+            if time.monotonic() > deadline:  # the others will have given up by the time it is there
+                raise CheckpointError(f"it has not been written within checkpoint.timeout_s={self._timeout_s:g}")
             self._forget()
             path = self._shelf.commit(draft, self._manifest(job, seals))
             outcome = Outcome(job.step, path=str(path))
