@@ -101,8 +101,8 @@ class Parts:
             applied_steps=applied_steps,
             outcome=share.outcome,
             weight=share.weight,
-            # between backward and the vote: the order of a plain loop, and hidden behind the buckets that are under way;
-            # not behind a failure, since a loader whose worker is gone takes 5 s to say so again
+            # between backward and the vote: the order of a plain loop, hidden behind the buckets that are under way;
+            # not after a failure, since a loader whose worker is gone takes 5 s to say so again
             more_data=share.outcome is Outcome.FAILED or self.feed.look_ahead(),
             stop=self.user.stop_wanted(),
             save=self.user.save_wanted(),
