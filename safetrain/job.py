@@ -132,7 +132,9 @@ def _way_of_failing(run_dir: Path) -> tuple[str, ...]:
         facts = json.loads((run_dir / "failure.json").read_text())
     except (FileNotFoundError, ValueError):  # the disk took no file, or half of it
         return ()
-    return _VARIES.sub("", facts["sentence"]), facts["place"], facts["detail"], _newest(run_dir)
+    sentence = _VARIES.sub("", facts["sentence"])
+    progress = "" if " at step " in sentence else _newest(run_dir)
+    return sentence, facts["place"], facts["detail"], progress
 
 
 def _newest(run_dir: Path) -> str:

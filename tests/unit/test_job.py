@@ -34,6 +34,23 @@ def test_the_same_failure_is_told_by_step_place_and_error_not_by_its_process(tmp
     assert ways[0] == ways[1] != ways[2]
 
 
+def test_the_same_step_is_the_same_whatever_was_saved_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save under way may be cut off in one attempt, and not in the next. Without a step, a save is progress."""
+    killed = Verdict("Training failed: rank 1 (process 3) was killed by SIGKILL.", (1,))
+    ways: list[list[tuple[str, ...]]] = [[], []]
+    for saved in ("step_4", "step_6"):
+        monkeypatch.setattr(job, "_newest", lambda _run_dir, saved=saved: saved)
+        for found, verdict in zip(ways, (None, killed), strict=True):
+            folder = tmp_path / f"{saved}_{verdict is None}"
+            folder.mkdir()
+            failed(folder) if verdict is None else verdict.publish(folder)
+            found.append(job._way_of_failing(folder))
+    assert ways[0][0] == ways[0][1]
+    assert ways[1][0] != ways[1][1]
+
+
 @pytest.mark.parametrize("text", [None, "", '{"sen'])
 def test_a_disk_that_took_no_verdict_or_half_of_it_breaks_nothing(tmp_path: Path, text: str | None) -> None:
     if text is not None:
