@@ -130,7 +130,7 @@ def _way_of_failing(run_dir: Path) -> tuple[str, ...]:
     word names no step; there it counts that nothing was saved in between."""
     try:
         facts = json.loads((run_dir / "failure.json").read_text())
-    except (FileNotFoundError, ValueError):  # the disk took no file, or half of it
+    except (OSError, ValueError):  # the disk took no file, or half of it
         return ()
     sentence = _VARIES.sub("", facts["sentence"])
     progress = "" if " at step " in sentence else _newest(run_dir)

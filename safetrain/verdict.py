@@ -98,7 +98,7 @@ class Published(NamedTuple):
 
 def published(run_dir: Path) -> Published | None:
     """The verdict that is in ``run_dir``; None where there is none, or only half of one."""
-    with suppress(FileNotFoundError, ValueError):  # who wrote it may have been killed at that
+    with suppress(OSError, ValueError):  # who wrote it may have been killed at that
         facts = json.loads(_json_path(run_dir).read_text())
         return Published(facts["text"], facts["exit_code"])
     return None

@@ -263,7 +263,7 @@ class WithoutStore(Slow):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_job_without_its_store(number: signal.Signals, tmp_path: Path) -> None:
-    """A healthy one goes on; a stuck one ends, and each rank says what it knows."""
+    """A healthy one goes on, while it has nothing to save; a stuck one ends, and each rank says what it knows."""
 
     class Healthy(WithoutStore):
         signal = number
@@ -272,7 +272,8 @@ def test_a_job_without_its_store(number: signal.Signals, tmp_path: Path) -> None
         stuck = True
 
     def work(comm: Comm, case: type[WithoutStore]) -> int:
-        return case(1, run_dir=tmp_path).fit().step
+        saves_nothing = safetrain.Checkpoint(every_minutes=None, every_epochs=None, at_end=False)
+        return case(1, run_dir=tmp_path, checkpoint=saves_nothing).fit().step
 
     assert run_ranks(work, 2, Healthy, timeout_s=60) == [16, 16]
     with pytest.raises(RankError) as raised:

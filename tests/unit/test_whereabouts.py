@@ -81,8 +81,7 @@ def test_a_process_that_sigkill_does_not_end_does_not_hold_up_the_launcher(
     release = threading.Event()
     process = SimpleNamespace(pid=4711, poll=lambda: None)
     context = SimpleNamespace(subprocess_handlers={0: SimpleNamespace(proc=process)})
-    agent = SimpleNamespace(_grace_s=0.1)
     wait_for_ever: Callable[[], object] = release.wait
-    launch._Agent._within_limit(agent, wait_for_ever, context)  # type: ignore[arg-type]
+    launch._Agent._within_limit(SimpleNamespace(), wait_for_ever, context, 0.1)  # type: ignore[arg-type]
     release.set()
     assert "Processes that SIGKILL does not end" in capsys.readouterr().err
