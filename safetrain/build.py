@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from safetrain.errors import UsageError
+from safetrain.words import names_in_words
 
 ONLY = "optimizer"
 """The name of an optimizer that is the only one."""
@@ -106,5 +107,6 @@ def check_optimizers(optimizers: Mapping[str, Optimizer], model: nn.Module) -> N
         name for name, parameter in model.named_parameters() if parameter.requires_grad and id(parameter) not in owners
     ]
     if idle:
-        shown = ", ".join(idle[:8]) + (f" and {len(idle) - 8} more" if len(idle) > 8 else "")
-        raise UsageError(f"in no optimizer: {shown}. Give them to one, or freeze them (requires_grad_(False))")
+        raise UsageError(
+            f"in no optimizer: {names_in_words(idle)}. Give them to one, or freeze them (requires_grad_(False))"
+        )

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from safetrain.failure import Exit
 from safetrain.joining import known_places
-from safetrain.stacks import state_of
+from safetrain.stacks import ENDED, state_of
 
 _EXIT_CODE = 49  # in /proc/<pid>/stat, counted after the name of the command
-_ENDED = ("", "Z", "X")  # the kernel's letters
 _LIMIT_S = 0.05  # a process closes its connections a moment before it is gone
 
 
@@ -26,7 +25,7 @@ def gone_ranks(*, at_once: bool = False) -> list[Exit]:
     here = [place for place in known_places() if place.host == socket.gethostname() and place.pid != os.getpid()]
     deadline = time.monotonic() + _LIMIT_S
     while True:
-        ends = [Exit(place.rank, place.pid, _exit_code(place.pid)) for place in here if state_of(place.pid) in _ENDED]
+        ends = [Exit(place.rank, place.pid, _exit_code(place.pid)) for place in here if state_of(place.pid) in ENDED]
         if ends or at_once or time.monotonic() > deadline:
             return ends
         time.sleep(0.002)

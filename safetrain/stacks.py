@@ -92,6 +92,10 @@ def ask(pid: int) -> tuple[Frame, ...]:
     return tuple(Frame(f["file"], int(f["line"]), f["function"]) for f in reversed(list(_FRAME.finditer(text))))
 
 
+ENDED = ("", "Z", "X")
+"""What ``state_of`` says of a process that has ended."""
+
+
 def state_of(pid: int) -> str:
     """The kernel's letter for a process of this machine: R, S, D, T (stopped), t (in a debugger), Z; empty: gone.
 

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from safetrain.errors import CheckpointError, UsageError
 from safetrain.metrics import MetricLog
 from safetrain.precision import Precision
+from safetrain.words import names_in_words
 
 logger = logging.getLogger("safetrain")
 
@@ -255,7 +256,9 @@ def check_names(where: str, saved: Iterable[str], wanted: Iterable[str]) -> None
     """Raise CheckpointError unless both are the same names."""
     missing, extra = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
     if missing or extra:
-        found = [f"{words}: {_some(names)}" for words, names in (("missing", missing), ("extra", extra)) if names]
+        found = [
+            f"{words}: {names_in_words(names)}" for words, names in (("missing", missing), ("extra", extra)) if names
+        ]
         raise CheckpointError(f"{where} does not fit this run; {'; '.join(found)}. Build the parts that the run had.")
 
 
@@ -268,15 +271,11 @@ def check_tensors(where: str, saved: Mapping[str, Any], wanted: Mapping[str, Any
         if _kind(saved[name]) != _kind(value)
     ]
     if different:
-        raise CheckpointError(f"{where} of the checkpoint does not fit this run's: {_some(different)}")
+        raise CheckpointError(f"{where} of the checkpoint does not fit this run's: {names_in_words(different)}")
 
 
 def _kind(value: Any) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _without_counters(state: Any) -> Any:

@@ -17,7 +17,7 @@ from safetrain.activity import ACTIVITY
 from safetrain.failure import is_user_file
 from safetrain.flight_recorder import Collective, last_collectives
 from safetrain.patience import Patience
-from safetrain.stacks import Frame, answering_children, ask, stack_of, state_of, user_frame
+from safetrain.stacks import ENDED, Frame, answering_children, ask, stack_of, state_of, user_frame
 
 State = Literal["moving", "waiting", "stuck", "paused", "silent", "left"]
 """``waiting``: over its limit, and in a collective. ``stuck``: over its limit anywhere else. ``silent``: the process
@@ -110,7 +110,7 @@ class Testimony:
         if self.host != host:
             return self
         state = state_of(self.pid)
-        if state in ("", "Z", "X"):
+        if state in ENDED:
             return replace(self, process_state="gone")
         stack = () if state == "T" else ask(self.pid)
         return replace(self, process_state=state, stack=stack, phase=_phase_in(stack))

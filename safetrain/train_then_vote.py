@@ -10,6 +10,7 @@ from safetrain.contain import OWN_BACKWARD, Loss, Share, place_of, run_training_
 from safetrain.errors import SkipBatch, UsageError
 from safetrain.feed import Fetched
 from safetrain.parts import Parts
+from safetrain.words import names_in_words
 
 logger = logging.getLogger("safetrain")
 
@@ -77,7 +78,7 @@ class TrainThenVote:
         unused = parts.reduction.unused(among=None if phase is None else parts.trained_by(phase))
         if not unused or share.outcome is not Outcome.OK:
             return
-        names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+        names = names_in_words(unused)
         if parts.policies.unused.stops:
             error = UsageError(
                 f"no gradient for {names}. Use them in the loss, freeze them (requires_grad_(False)), or set "

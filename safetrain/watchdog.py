@@ -25,7 +25,7 @@ from safetrain.comm import Comm
 from safetrain.config import Watchdog
 from safetrain.departure import leave_now, tell
 from safetrain.patience import Patience
-from safetrain.stacks import answer_signals, state_of
+from safetrain.stacks import ENDED, answer_signals, state_of
 from safetrain.stalled import judge, judge_alone
 from safetrain.testimony import Testimony
 from safetrain.whereabouts import note_whereabouts
@@ -220,7 +220,7 @@ class _Watch:
         here = self._here()
         # no rank can be a step behind: where its beat is, it has come further since
         limit_s = last.limit_s if last.step == here.step else here.limit_s
-        if age_s > limit_s or process in ("", "Z", "X"):
+        if age_s > limit_s or process in ENDED:
             # how far it has come can be known from the others, and its phase from nobody
             return replace(last, state="silent", seconds=age_s, step=max(last.step, here.step), phase="")
         return replace(last, state="moving")

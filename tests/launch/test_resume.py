@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kill_and_resume import events
 from safetrain.checkpoint import Saved, find, read
 from tests.launch.project import LIMIT_S, Project
 
@@ -23,15 +24,6 @@ EVERY_TWO_STEPS = "checkpoint.every_steps=2"
 
 def newest(run_dir: Path) -> Saved:
     return read(*find(run_dir))
-
-
-def events(run_dir: Path) -> list[dict[str, Any]]:
-    """What happened, but for how long it took."""
-    told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    for event in told:
-        event.pop("time")
-        event.get("metrics", {}).pop("train/samples_per_s", None)
-    return [event for event in told if event["kind"] != "start"]
 
 
 def same(a: Any, b: Any) -> bool:

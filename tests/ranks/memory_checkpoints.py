@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from safetrain.checkpoint import Saved
 from safetrain.comm import Comm
 from safetrain.snapshot import Snapshot
-
-
-@dataclass(frozen=True)
-class Saved:
-    path: Path
-    step: int
-    epoch: int
-    world_size: int
-    shared: dict[str, Any]
-    own: tuple[dict[str, Any], ...]
-    config_text: str
 
 
 class MemoryCheckpoints:

@@ -45,7 +45,7 @@ class Ended:
 
 def end_of(trainer: safetrain.Trainer) -> Ended:
     """Run ``fit()`` to its end, good or bad. Errors that are not safetrain's own come through."""
-    with _log() as log:
+    with warnings_of_safetrain() as log:
         try:
             result = trainer.fit()
         except safetrain.SafetrainError as error:
@@ -57,7 +57,7 @@ def end_of(trainer: safetrain.Trainer) -> Ended:
 
 
 @contextmanager
-def _log() -> Iterator[list[str]]:
+def warnings_of_safetrain() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

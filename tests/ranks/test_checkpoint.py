@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +19,8 @@ from safetrain.errors import CheckpointError, UsageError
 from safetrain.shelf import Shelf
 from safetrain.snapshot import Snapshot
 from safetrain.testing import run_ranks
+from tests.ranks.outcome import warnings_of_safetrain
 from tests.states import assert_equal, own_state, shared_state, snapshot
-
-
-@contextmanager
-def warnings_of_safetrain() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("safetrain")
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
 
 
 def loaded(checkpoints: Checkpoints, where: str | Path = "auto") -> checkpoint.Saved:
