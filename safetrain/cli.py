@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from safetrain.config import Config
+    from safetrain.environ import Variable
 
 OK, FAILED, WRONG = 0, 1, 2
 
@@ -69,7 +70,7 @@ def list_recipes() -> str:
 
 def _as_launcher() -> int:
     """Compose, and start ranks for each job."""
-    from safetrain.compose import for_each_job, job_overrides, resolve
+    from safetrain.compose import for_each_job, job_overrides, resolve, variables
     from safetrain.job import JobEnded, shown, train
 
     jobs: list[Job] = []
@@ -79,7 +80,7 @@ def _as_launcher() -> int:
         try:
             config = resolve(composed)
             job.run_dir = shown(Path(config.run_dir))
-            job.metric = train(config)
+            job.metric = train(config, variables(composed))
         except JobEnded as ended:
             _complain(str(ended))
             raise SystemExit(ended.exit_code) from None  # no Exception: it ends a sweep, too
@@ -101,7 +102,9 @@ def _as_launcher() -> int:
 
 def _as_rank(arguments: Sequence[str]) -> int:
     """A rank that another launcher started: rank 0 composes for all."""
+    from safetrain.compose import variables_said
     from safetrain.config import Config
+    from safetrain.environ import apply
     from safetrain.handover import Handover
     from safetrain.lifetime import die_with_parent
 
@@ -123,7 +126,7 @@ def _as_rank(arguments: Sequence[str]) -> int:
                 return OK
             handover.give(text)
         config = Config.from_yaml(text if handover.rank == 0 else handover.take())
-        os.environ.update({name: str(value) for name, value in config.env.items()})
+        apply(config.env, variables_said(arguments))
         from safetrain.worker import run
 
         run(config, tells=True)
@@ -143,18 +146,26 @@ def _compose_for_ranks(arguments: Sequence[str], held: ExitStack) -> str:
         raise UsageError(
             "a sweep needs a launcher of its own for each job: run `python -m safetrain -m ...` without torchrun"
         )
-    from safetrain.compose import for_each_job, resolve
+    from safetrain.compose import for_each_job, resolve, variables
+    from safetrain.environ import announce
     from safetrain.job import prepare, shown
 
     if run_dir := run_before_restart():
         sys.argv = [argument for argument in sys.argv if not argument.startswith("resume=")] + [f"resume={run_dir}"]
     configs: list[Config] = []
-    for_each_job(lambda composed: configs.append(resolve(composed)))
+    settled: list[Variable] = []
+
+    def compose(composed: DictConfig) -> None:
+        configs.append(resolve(composed))
+        settled.extend(variables(composed))
+
+    for_each_job(compose)
     for config in configs:
         held.enter_context(occupied(Path(config.run_dir)))
         prepare(config)
         note_for_restart(config.run_dir)
         print(f"{config.name}: {os.environ['WORLD_SIZE']} ranks, {shown(Path(config.run_dir))}", flush=True)
+        announce(settled, Path(config.run_dir), started=True)
     return configs[0].to_yaml() if configs else ""
 
 

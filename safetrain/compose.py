@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from safetrain.catalog import recipes
 from safetrain.config import Config
-from safetrain.environ import environment
+from safetrain.environ import COMMAND_LINE, RECIPE, SHELL, Variable, environment, settle, shell
 from safetrain.errors import ConfigError, SafetrainError
 from safetrain.explain import COMPOSITION_ERRORS, explain
 from safetrain.run_dir import choose_run_dir
@@ -57,8 +60,12 @@ def for_each_job(job: Callable[[DictConfig], float | None]) -> None:
 
 def job_overrides() -> str:
     """What the command line, or the sweeper, said about the job at hand."""
+    return " ".join(_overrides())
+
+
+def _overrides() -> list[str]:
     overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    return " ".join(overrides)
+    return overrides
 
 
 def resolve(composed: DictConfig) -> Config:
@@ -76,6 +83,8 @@ def resolve(composed: DictConfig) -> Config:
         recipes()  # two of one name are refused
         plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         config = Config.parse(plain)
+        settled = {v.name: v.value for v in variables(composed) if v.source != SHELL or v.name in config.env}
+        config = replace(config, env=settled)
         if config.resume not in ("auto", "none") and not Path(config.resume).exists():
             raise ConfigError(
                 f"resume={config.resume}: there is no such run or checkpoint. Allowed: auto, none, a path."
@@ -93,6 +102,35 @@ def resolve(composed: DictConfig) -> Config:
         _discard_run_dir()
         raise
     return config
+
+
+def variables(composed: DictConfig) -> list[Variable]:
+    """The environment variables of the job's ranks, and who set each."""
+    env: Any = OmegaConf.to_container(composed.get("env") or OmegaConf.create(), resolve=True)
+    choice = HydraConfig.get().runtime.choices["env"]
+    sources = dict.fromkeys(env, RECIPE) | dict.fromkeys(_names_in_template(f"{choice}.yaml"), f"env={choice}")
+    return settle(env, sources | dict.fromkeys(variables_said(_overrides()), COMMAND_LINE), shell())
+
+
+def variables_said(arguments: Sequence[str]) -> set[str]:
+    """The environment variables that a command line, or a sweeper, sets itself: ``env.NAME=...``."""
+    names: set[str] = set()
+    for override in OverridesParser.create().parse_overrides([a for a in arguments if not a.startswith("-")]):
+        group, _, name = override.key_or_group.partition(".")
+        if group == "env" and name:
+            names.add(name)
+        elif group == "env" and isinstance(value := override.value(), dict):
+            names |= {str(key) for key in value}
+    return names
+
+
+def _names_in_template(file: str) -> list[str]:
+    """What a choice of ``env`` sets, shipped or of the current folder."""
+    for path in (Path(str(files("safetrain.configs"))) / "env" / file, Path("env", file)):
+        if path.exists():
+            template: Any = OmegaConf.to_container(OmegaConf.load(path))
+            return list(template.get("env", template))
+    return []
 
 
 def _check_what_it_builds(config: Config) -> None:

@@ -13,7 +13,16 @@ from typing import Any, Literal, Self, TypeVar
 
 from omegaconf import OmegaConf
 
-from safetrain.checks import at_least, check_keys, check_types, join_key, kind_of, more_than_zero, unknown_key
+from safetrain.checks import (
+    at_least,
+    check_keys,
+    check_types,
+    check_variable,
+    join_key,
+    kind_of,
+    more_than_zero,
+    unknown_key,
+)
 from safetrain.errors import ConfigError
 
 T = TypeVar("T")
@@ -206,7 +215,7 @@ class Config:
     audit: Audit = field(default_factory=Audit)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     env: Mapping[str, Any] = field(default_factory=dict)
-    """Environment variables of the ranks."""
+    """Environment variables of the ranks; null: as the shell has it. See safetrain/environ.py."""
     resume: str = "none"
     """``auto``: from the newest checkpoint in ``run_dir``, if there is one; or the path of a checkpoint or a run."""
     seed: int = 0
@@ -232,6 +241,8 @@ class Config:
             _check_nodes(getattr(self, name), name)
         for name, node in self.observers.items():
             _check_node(node, f"observers.{name}")
+        for name, value in self.env.items():
+            check_variable(name, value)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:

@@ -7,11 +7,13 @@ import json
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from safetrain.checks import nearest
 from safetrain.config import Config
+from safetrain.environ import Variable, announce
 from safetrain.errors import ConfigError, Preempted, SafetrainError
 from safetrain.failed import verdict_on
 from safetrain.failure import read_failures
@@ -37,8 +39,8 @@ class JobEnded(Exception):
         self.exit_code = exit_code
 
 
-def train(config: Config) -> float | None:
-    """Run one job; returns the configured metric.
+def train(config: Config, variables: Sequence[Variable] = ()) -> float | None:
+    """Run one job; returns the configured metric. ``variables``: what ``config.env`` came to, to tell and to keep.
 
     Raises:
         ConfigError: it asks for more than this machine has, or the metric was never logged.
@@ -49,6 +51,7 @@ def train(config: Config) -> float | None:
     with occupied(run_dir):
         prepare(config)
         print(f"{config.name}: {ranks} rank{'s' if ranks > 1 else ''}, {shown(run_dir)}", flush=True)
+        announce(variables, run_dir)
         failed = _attempt(config, ranks)
         for number in range(1, config.launch.max_restarts + 1):
             if not failed:

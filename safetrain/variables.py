@@ -13,7 +13,7 @@ RENAMED: Mapping[str, str] = {
 }
 """Variables of torch that once looked like NCCL's own, and what torch calls them now."""
 
-_COMMUNICATION = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "UCX_", "FI_")
+_COMMUNICATION = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")
 _MATTER = frozenset({
     "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES",
     "CUBLAS_WORKSPACE_CONFIG", "LD_PRELOAD", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "PYTHONHASHSEED",

@@ -70,3 +70,26 @@ def test_a_users_recipe_with_a_shipped_name_is_refused(tmp_path: Path, monkeypat
     (tmp_path / "recipe" / "resnet_ddp.yaml").write_text("seed: 1\n")
     with pytest.raises(ConfigError, match=r"recipe/resnet_ddp\.yaml: safetrain ships a recipe of that name"):
         recipes()
+
+
+def test_the_debug_environment_stands_over_the_recipe_and_goes_with_the_debug_preset() -> None:
+    asked = ["recipe=resnet_ddp", "loader.prefetch_factor=null", "env=debug"]
+    config = Config.parse(composed(*asked))
+    assert config.loader.num_workers == 0
+    assert config.env["NCCL_DEBUG_FILE"] == "/run/logs/nccl_%h_%p.log"
+    both = Config.parse(composed(*asked, "preset=debug"))
+    assert both.env == config.env
+    assert (both.launch.nproc_per_node, both.loop.log_every_steps) == (1, 1)
+
+
+def test_the_environment_templates_only_hold_variables_that_are_documented() -> None:
+    """https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html and torch's debugging variables."""
+    documented = {
+        "NCCL_BUFFSIZE", "NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS", "NCCL_IB_DISABLE", "NCCL_IB_RETRY_CNT",
+        "NCCL_IB_TIMEOUT", "NCCL_NET", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME",
+        "TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES",
+    }  # fmt: skip
+    templates = {path.stem for path in (CONFIGS / "env").glob("*.yaml")}
+    assert templates == {"default", "debug", "ethernet", "no_p2p", "infiniband", "consumer_gpu"}
+    held = [name for choice in templates for name in composed("trainer={_target_: x.y}", f"env={choice}")["env"]]
+    assert set(held) == documented
