@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 from safetrain.errors import ConfigError
-
-_SET_BY_LAUNCHERS = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|SAFETRAIN)_.*"
-)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -51,25 +46,6 @@ def check_keys(node: object, where: str = "") -> None:
     elif isinstance(node, list):
         for index, value in enumerate(node):
             check_keys(value, f"{where}[{index}]")
-
-
-def check_variable(name: str, value: object) -> None:
-    """``env.name=value`` can be set in the environment of a process.
-
-    Raises:
-        ConfigError: it can't, or it is not for the config to say.
-    """
-    key = f"env.{name}"
-    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-        raise ConfigError(f"{key}: an environment variable's name has letters, digits and _, and no digit first")
-    if _SET_BY_LAUNCHERS.fullmatch(name):
-        raise ConfigError(f"{key}: is set by what starts the ranks. See launch.* for their number and where they meet.")
-    if isinstance(value, bool):
-        raise ConfigError(f"{key}={str(value).lower()}: environment variables are text: write 1 or 0, or quote it")
-    if value is not None and not isinstance(value, (str, int, float)):
-        raise ConfigError(f"{key}={value!r}: must be text or a number, not {kind_of(value)}")
-    if "\0" in str(value):
-        raise ConfigError(f"{key}: the value has a NUL character in it")
 
 
 def check_types(section: Any, where: str) -> None:

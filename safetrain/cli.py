@@ -15,13 +15,12 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetrain.catalog import recipes
 from safetrain.errors import ConfigError, SafetrainError, UsageError
-from safetrain.rank_log import fresh_line
+from safetrain.rank_log import complain
 from safetrain.run_dir import note_for_restart, occupied, run_before_restart
 
 if TYPE_CHECKING:
@@ -31,16 +30,6 @@ if TYPE_CHECKING:
     from safetrain.environ import Variable
 
 OK, FAILED, WRONG = 0, 1, 2
-
-
-@dataclass
-class Job:
-    """One training job of this command, for the table at the end of a sweep."""
-
-    overrides: str
-    run_dir: str = ""
-    metric: float | None = None
-    exit_code: int = OK
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return _as_rank(arguments) if has_launcher() else _as_launcher()
     except (ConfigError, UsageError) as error:
-        _complain(error)
+        complain(error)
         return WRONG
 
 
@@ -70,34 +59,28 @@ def list_recipes() -> str:
 
 def _as_launcher() -> int:
     """Compose, and start ranks for each job."""
-    from safetrain.compose import for_each_job, job_overrides, resolve, variables
-    from safetrain.job import JobEnded, shown, train
+    from safetrain.compose import for_each_job
+    from safetrain.sweep import jobs_noted, table, wait_for_others
+    from safetrain.sweep_job import RunJob
 
-    jobs: list[Job] = []
-
-    def run(composed: DictConfig) -> float | None:
-        jobs.append(job := Job(job_overrides()))
-        try:
-            config = resolve(composed)
-            job.run_dir = shown(Path(config.run_dir))
-            job.metric = train(config, variables(composed))
-        except JobEnded as ended:
-            _complain(str(ended))
-            raise SystemExit(ended.exit_code) from None  # no Exception: it ends a sweep, too
-        except SafetrainError as error:
-            job.exit_code = WRONG if isinstance(error, (ConfigError, UsageError)) else FAILED
-            _complain(error)
-            raise
-        return job.metric
-
+    run = RunJob()
     try:
         for_each_job(run)
     except SafetrainError:
-        if not jobs:  # else it was told when it happened
+        if not (run.done or jobs_noted()):  # else it was told when it happened
             raise
+    except (RuntimeError, ValueError) as error:  # an engine's: of a process that died, of a search without any value
+        if not jobs_noted():
+            raise
+        complain(f"The sweep ended early: {str(error).partition(chr(10))[0]}")
+        wait_for_others()
+    jobs = jobs_noted() or run.done
+    for job in jobs:
+        if job.told and not job.seen:
+            complain(f"\n{job.overrides}\n{job.told}")
     if len(jobs) > 1:
-        print("\n".join(_table(jobs)))
-    return next((job.exit_code for job in jobs if job.exit_code != OK), OK)
+        print("\n".join(table(jobs)))
+    return next((FAILED if job.exit_code is None else job.exit_code for job in jobs if job.exit_code != OK), OK)
 
 
 def _as_rank(arguments: Sequence[str]) -> int:
@@ -167,18 +150,3 @@ def _compose_for_ranks(arguments: Sequence[str], held: ExitStack) -> str:
         print(f"{config.name}: {os.environ['WORLD_SIZE']} ranks, {shown(Path(config.run_dir))}", flush=True)
         announce(settled, Path(config.run_dir), started=True)
     return configs[0].to_yaml() if configs else ""
-
-
-def _table(jobs: Sequence[Job]) -> list[str]:
-    width = max(len(job.overrides) for job in jobs)
-    return ["", *(f"{job.overrides:<{width}}  {_outcome(job)}  {job.run_dir}".rstrip() for job in jobs)]
-
-
-def _outcome(job: Job) -> str:
-    if job.exit_code != OK:
-        return {FAILED: "failed", WRONG: "refused"}[job.exit_code]
-    return "ok" if job.metric is None else f"{job.metric:.6g}"
-
-
-def _complain(about: SafetrainError | str) -> None:
-    print(f"{fresh_line(sys.stderr)}{str(about).rstrip()}", file=sys.stderr, flush=True)

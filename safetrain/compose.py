@@ -36,26 +36,41 @@ def for_each_job(job: Callable[[DictConfig], float | None]) -> None:
         ConfigError: nothing could be composed.
         SafetrainError: the first that a job raised.
     """
-    errors: list[SafetrainError] = []
-
-    def task(config: DictConfig) -> float | None:
-        try:
-            return job(config)
-        except SafetrainError as error:
-            if HydraConfig.get().mode is RunMode.MULTIRUN:
-                raise
-            errors.append(error)  # raised below: Hydra would print a line of its own
-            return None
-
+    task = _Task(job)
+    _teach_omegaconf()
     sys.argv[0] = "python -m safetrain"
-    OmegaConf.register_new_resolver("run_dir", choose_run_dir, use_cache=True, replace=True)
     try:
         with environment({"HYDRA_FULL_ERROR": "1"}):  # Hydra then raises its errors; else it prints them and exits
             hydra.main(config_path="pkg://safetrain.configs", config_name="train", version_base="1.3")(task)()
     except COMPOSITION_ERRORS as error:
         raise explain(error) from error
-    if errors:
-        raise errors[0]
+    if task.errors:
+        raise task.errors[0]
+
+
+def _teach_omegaconf() -> None:
+    OmegaConf.register_new_resolver("run_dir", choose_run_dir, use_cache=True, replace=True)
+
+
+class _Task:
+    """What Hydra runs; no function inside a function, since engines send it to other processes."""
+
+    def __init__(self, job: Callable[[DictConfig], float | None]) -> None:
+        self.errors: list[SafetrainError] = []
+        self._job = job
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _teach_omegaconf()  # unpickled in an engine's process, before that composes the job's config
+        self.__dict__ = state
+
+    def __call__(self, config: DictConfig) -> float | None:
+        try:
+            return self._job(config)
+        except SafetrainError as error:
+            if HydraConfig.get().mode is RunMode.MULTIRUN:
+                raise
+            self.errors.append(error)  # raised by for_each_job: Hydra would print a line of its own
+            return None
 
 
 def job_overrides() -> str:

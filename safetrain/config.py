@@ -13,17 +13,9 @@ from typing import Any, Literal, Self, TypeVar
 
 from omegaconf import OmegaConf
 
-from safetrain.checks import (
-    at_least,
-    check_keys,
-    check_types,
-    check_variable,
-    join_key,
-    kind_of,
-    more_than_zero,
-    unknown_key,
-)
+from safetrain.checks import at_least, check_keys, check_types, join_key, kind_of, more_than_zero, unknown_key
 from safetrain.errors import ConfigError
+from safetrain.variables import check_variable
 
 T = TypeVar("T")
 Node = Mapping[str, Any]

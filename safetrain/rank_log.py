@@ -47,6 +47,11 @@ def fresh_line(stream: TextIO) -> str:
     return "\r\x1b[K" if stream.isatty() else ""
 
 
+def complain(about: object) -> None:
+    """Tell the person who watches what went wrong; for the launcher, beside whose ranks' progress bar it may stand."""
+    print(f"{fresh_line(sys.stderr)}{str(about).rstrip()}", file=sys.stderr, flush=True)
+
+
 def terminal() -> TextIO:
     """The stream of the person who watches, whatever was redirected."""
     return sys.stderr if _live is None else _live.terminal

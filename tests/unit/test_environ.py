@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.checks import check_variable
 from safetrain.compose import variables_said
 from safetrain.environ import COMMAND_LINE, SHELL, Variable, announce, apply, environment, settle, shell
 from safetrain.errors import ConfigError
+from safetrain.variables import check_variable
 
 TEMPLATE = "env=ethernet"
 ENV = {"NCCL_IB_DISABLE": 1, "NCCL_SOCKET_IFNAME": "^lo"}

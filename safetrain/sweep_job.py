@@ -1,0 +1,171 @@
+"""One training job of a command, wherever it runs: in the command's own process, or where an engine of Hydra put it."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from safetrain.compose import job_overrides, resolve, variables
+from safetrain.config import Config
+from safetrain.environ import environment
+from safetrain.errors import ConfigError, Preempted, SafetrainError, UsageError
+from safetrain.job import JobEnded, TrainingFailed, shown, train
+from safetrain.launch import number_of_ranks
+from safetrain.marked import marked_output
+from safetrain.part_of_machine import (
+    forget_threads_of_engine,
+    number_at_once,
+    part_of_gpus,
+    threads_of_rank,
+    threads_of_user,
+    visible_gpus,
+)
+from safetrain.rank_log import complain
+from safetrain.sweep import FAILED, OK, SUBMITIT, WRONG, Folder, Job
+from safetrain.user_path import search_user_code_last
+
+_TAKES_ALL = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+_dies_with: set[str] = set()  # the sweeps with which this process ends
+
+
+class RunJob:
+    """Hydra calls it for each job, with its composed config; an engine pickles it for another process."""
+
+    def __init__(self) -> None:
+        self.done: list[Job] = []  # of this process
+        self._command = (os.getpid(), os.uname().nodename)
+        self._threads = threads_of_user()
+
+    def __call__(self, composed: DictConfig) -> float | None:
+        hydra = HydraConfig.get()
+        job = Job.here(job_overrides())
+        self.done.append(job)
+        if hydra.mode is not RunMode.MULTIRUN:
+            return _run(composed, job, lambda: None)
+        folder, number = Folder(str(hydra.sweep.dir)), int(hydra.job.num)
+        if folder.end_begun():
+            raise UsageError("the sweep was told to end before this job began")
+        with ExitStack() as held:
+            held.enter_context(folder.held(str(number), wait=False))
+            at_once = 1
+            if (job.process, job.host) != self._command:
+                at_once = self._settle_in(folder, number, job, composed, held)
+            before = folder.noted(number)
+            folder.note(number, job)
+            try:
+                return _run(composed, job, lambda: folder.note(number, job), before, at_once)
+            except SystemExit as ended:
+                if at_once > 1 and ended.code is not None:
+                    raise TrainingFailed(job.told) from None
+                raise
+            finally:
+                folder.note(number, job)
+
+    def _settle_in(self, folder: Folder, number: int, job: Job, composed: DictConfig, held: ExitStack) -> int:
+        """Make a process of an engine fit for a job; returns how many jobs of the sweep share the machine."""
+        search_user_code_last()
+        forget_threads_of_engine(self._threads)
+        engine = os.environ.get(SUBMITIT)
+        if job.host == self._command[1] and engine != "slurm" and folder.name not in _dies_with:
+            _dies_with.add(folder.name)
+            folder.die_with_sweep()
+        if engine is not None:
+            held.enter_context(_submitit_asks_for_a_save())
+            return 1
+        held.enter_context(marked_output(f"[job {number}] "))
+        at_once = number_at_once(int(HydraConfig.get().launcher.get("n_jobs", 1)))
+        gpus = [] if composed.device == "cpu" else visible_gpus(torch.cuda.device_count())
+        held.enter_context(part_of_gpus(folder, at_once, gpus))
+        return at_once
+
+
+def _run(
+    composed: DictConfig, job: Job, note: Callable[[], None], before: Job | None = None, at_once: int = 1
+) -> float | None:
+    """Train; ``before``: what is noted of the same job from an earlier time."""
+    try:
+        config = resolve(composed)
+        _check_engine(config)
+        job.run_dir = shown(Path(config.run_dir))
+        note()
+        if before is not None and _goes_on(before, job, config):
+            print(f"{config.name}: goes on where it was cut.", flush=True)
+            config = replace(config, resume="auto")
+        threads = threads_of_rank(at_once, number_of_ranks(config)) if at_once > 1 else {}
+        with environment(threads):
+            job.metric = train(config, variables(composed))
+        _check_metric(config, job.metric)
+    except JobEnded as ended:
+        job.exit_code, job.told = ended.exit_code, str(ended)
+        complain(job.told)
+        raise SystemExit(ended.exit_code) from None  # no Exception: it ends a sweep, too
+    except SafetrainError as error:
+        job.exit_code = WRONG if isinstance(error, (ConfigError, UsageError)) else FAILED
+        job.told = str(error)
+        complain(error)
+        raise
+    job.exit_code = OK
+    return job.metric
+
+
+def _goes_on(before: Job, job: Job, config: Config) -> bool:
+    """Whether a scheduler has started this job again, after it was preempted or killed."""
+    cut = before.exit_code in (None, Preempted.EXIT_CODE) and before.overrides == job.overrides
+    return cut and config.resume == "none" and any(Path(config.run_dir, "checkpoints").glob("step_*"))
+
+
+def _check_engine(config: Config) -> None:
+    if _sweeper_chooses() and config.metric is None:
+        raise ConfigError(
+            "metric=null: the sweeper chooses by it. Say metric=NAME of a value that validation logs, such as val/loss."
+        )
+    no_gpu = os.environ.get(SUBMITIT) == "local" and os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if no_gpu and config.device != "cpu" and Path("/dev/nvidiactl").exists():
+        raise ConfigError(
+            "submitit gives a local job no GPU of this machine unless it is told so: say "
+            "hydra.launcher.gpus_per_node=N, or device=cpu."
+        )
+
+
+def _check_metric(config: Config, metric: float | None) -> None:
+    if metric is not None and math.isnan(metric) and _sweeper_chooses():
+        raise TrainingFailed(f"{config.metric} is NaN at the end: for the sweeper this job has failed")
+
+
+def _sweeper_chooses() -> bool:
+    hydra = HydraConfig.get()
+    return hydra.mode is RunMode.MULTIRUN and hydra.sweeper._target_ != _TAKES_ALL
+
+
+@contextmanager
+def _submitit_asks_for_a_save() -> Iterator[None]:
+    """Before its time is over, submitit gets a signal and puts the job into the queue again: save before that."""
+    number = signal.Signals[f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}"]
+    requeue = signal.getsignal(number)
+    asked = False
+
+    def save(_number: int, _frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(number, save)
+    try:
+        yield
+    except SystemExit as ended:
+        if asked and ended.code == Preempted.EXIT_CODE and callable(requeue):
+            requeue(number, None)
+        raise
+    finally:
+        signal.signal(number, requeue)
