@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from safetrain.catalog import recipes
 from safetrain.errors import ConfigError, SafetrainError, UsageError
 from safetrain.rank_log import complain
-from safetrain.run_dir import note_for_restart, occupied, run_before_restart
+from safetrain.run_dir import note_for_restart, occupied, run_before_restart, shown
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -60,7 +60,7 @@ def list_recipes() -> str:
 def _as_launcher() -> int:
     """Compose, and start ranks for each job."""
     from safetrain.compose import for_each_job
-    from safetrain.sweep import jobs_noted, table, wait_for_others
+    from safetrain.sweep import best_found, jobs_noted, table, wait_for_others
     from safetrain.sweep_job import RunJob
 
     run = RunJob()
@@ -80,6 +80,8 @@ def _as_launcher() -> int:
             complain(f"\n{job.overrides}\n{job.told}")
     if len(jobs) > 1:
         print("\n".join(table(jobs)))
+    if best := best_found():
+        print(best)
     return next((FAILED if job.exit_code is None else job.exit_code for job in jobs if job.exit_code != OK), OK)
 
 
@@ -131,7 +133,7 @@ def _compose_for_ranks(arguments: Sequence[str], held: ExitStack) -> str:
         )
     from safetrain.compose import for_each_job, resolve, variables
     from safetrain.environ import announce
-    from safetrain.job import prepare, shown
+    from safetrain.job import prepare
 
     if run_dir := run_before_restart():
         sys.argv = [argument for argument in sys.argv if not argument.startswith("resume=")] + [f"resume={run_dir}"]

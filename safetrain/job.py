@@ -19,7 +19,7 @@ from safetrain.failed import verdict_on
 from safetrain.failure import read_failures
 from safetrain.launch import Interrupted, launch, number_of_ranks
 from safetrain.rank_log import fresh_line
-from safetrain.run_dir import occupied
+from safetrain.run_dir import occupied, shown
 from safetrain.shelf import Shelf
 from safetrain.verdict import Published, forget, published
 
@@ -82,11 +82,6 @@ def prepare(config: Config) -> None:
     forget(run_dir)
     (run_dir / "result.json").unlink(missing_ok=True)
     (run_dir / "config.yaml").write_text(config.to_yaml())
-
-
-def shown(path: Path) -> str:
-    """``path`` as a person here would write it."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _attempt(config: Config, ranks: int) -> str:

@@ -34,6 +34,11 @@ def choose_run_dir(parent: str, resume: str = "none") -> str:
     return _new(Path(parent))
 
 
+def shown(path: Path) -> str:
+    """``path`` as a person here would write it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
 @contextmanager
 def occupied(run_dir: Path) -> Iterator[None]:
     """Keep other jobs out of ``run_dir``; the system lets go of it if this process dies, however it does.

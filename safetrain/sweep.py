@@ -16,14 +16,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
+from omegaconf import OmegaConf
 
 from safetrain.errors import Preempted
+from safetrain.run_dir import shown
 
 OK, FAILED, WRONG = 0, 1, 2
 SUBMITIT = "SUBMITIT_EXECUTOR"
@@ -31,6 +33,8 @@ SUBMITIT = "SUBMITIT_EXECUTOR"
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GONE_LIMIT_S = 5.0  # what is promised: no process is left after that
+_ONE_AFTER_THE_OTHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+_ENDING, _GOING_ON = "ending", "going_on"
 _LOOK_EVERY_S = 0.1
 _OUTCOMES = {FAILED: "failed", WRONG: "refused", Preempted.EXIT_CODE: "preempted", None: "died"}
 
@@ -63,11 +67,8 @@ class Folder:
     """The notes of a sweep's jobs. ``sweep_dir``: Hydra's ``hydra.sweep.dir``."""
 
     def __init__(self, sweep_dir: str) -> None:
-        self._path = Path(sweep_dir).resolve() / ".jobs"
-
-    @property
-    def name(self) -> str:
-        return str(self._path)
+        self.sweep_dir = Path(sweep_dir).resolve()
+        self._path = self.sweep_dir / ".jobs"
 
     def note(self, number: int, job: Job) -> None:
         """Write down how ``job`` stands."""
@@ -102,13 +103,28 @@ class Folder:
             else:
                 yield True
 
-    def end_begun(self) -> bool:
-        """Whether no further job is to start."""
-        return (self._path / "ending").exists()
+    def begin(self) -> None:
+        """Called before the first job; a sweep that was told to end may be begun again, to go on."""
+        (self._path / _GOING_ON).unlink(missing_ok=True)
+        if self.is_ending():
+            (self._path / _ENDING).replace(self._path / _GOING_ON)
 
-    def begin_end(self) -> None:
+    def end(self) -> None:
+        """No further job is to start."""
         self._path.mkdir(parents=True, exist_ok=True)
-        (self._path / "ending").touch()
+        (self._path / _ENDING).touch()
+
+    def is_ending(self) -> bool:
+        """Whether no further job is to start."""
+        return (self._path / _ENDING).exists()
+
+    def how_to_go_on(self) -> str:
+        """What to say to the person whose sweep was told to end."""
+        return f"Run the same command with hydra.sweep.dir={shown(self.sweep_dir)}: what is done stays done."
+
+    def goes_on(self) -> bool:
+        """Whether the sweep was told to end before, and jobs that are done need not be run again."""
+        return (self._path / _GOING_ON).exists()
 
     def die_with_sweep(self) -> None:
         """End this process when the command's own is gone, or wants it."""
@@ -131,13 +147,16 @@ class Sweep(Callback):
         _running = folder = Folder(str(config.hydra.sweep.dir))
         own = folder.held("sweep", wait=False)
         own.__enter__()
+        folder.begin()
+        if config.hydra.launcher._target_ != _ONE_AFTER_THE_OTHER:
+            print(f"sweep: {config.hydra.sweep.dir}", flush=True)
 
         def end(number: int, _frame: FrameType | None) -> None:
             for again in handled:
                 signal.signal(again, lambda number, _frame: os._exit(128 + number))
             if number == signal.SIGTERM and (jobs := folder.alive()):
                 _end_saved(folder, jobs)
-            folder.begin_end()
+            folder.end()
             own.__exit__(None, None, None)
             _wait(folder, _GONE_LIMIT_S)
             _leave(folder, 128 + number, "Interrupted; no job of the sweep is left.")
@@ -150,6 +169,17 @@ class Sweep(Callback):
 def jobs_noted() -> list[Job]:
     """The jobs of the sweep that this process has begun."""
     return [] if _running is None else [job for _, job in _running.jobs()]
+
+
+def best_found() -> str:
+    """What a sweeper that searches has found; empty where there is none, or it does not say."""
+    path = None if _running is None else _running.sweep_dir / "optimization_results.yaml"  # Optuna's, Ax's, Nevergrad's
+    if path is None or not path.exists():
+        return ""
+    results: Any = OmegaConf.to_container(OmegaConf.load(path))
+    if "best_value" not in results:  # several metrics at once
+        return f"best: see {shown(path)}"
+    return " ".join([f"best: {results['best_value']:.6g} ", *(f"{k}={v}" for k, v in results["best_params"].items())])
 
 
 def wait_for_others() -> None:
@@ -184,12 +214,12 @@ def _is_held(path: Path) -> bool:
 
 def _end_saved(folder: Folder, jobs: Sequence[Job]) -> NoReturn:
     """SIGTERM: the jobs save and leave, as each would alone; none begins any more."""
-    folder.begin_end()
+    folder.end()
     for job in jobs:
         with suppress(ProcessLookupError):
             os.kill(job.process, signal.SIGTERM)
     _wait(folder, float("inf"))  # each job has a limit of its own
-    _leave(folder, Preempted.EXIT_CODE, "The jobs of the sweep have saved what they had, and left.")
+    _leave(folder, Preempted.EXIT_CODE, f"The jobs of the sweep have saved what they had. {folder.how_to_go_on()}")
 
 
 def _wait(folder: Folder, limit_s: float) -> None:
@@ -199,6 +229,7 @@ def _wait(folder: Folder, limit_s: float) -> None:
 
 
 def _leave(folder: Folder, code: int, text: str) -> NoReturn:
-    lines = table(jobs) if (jobs := [job for _, job in folder.jobs()]) else []
+    jobs = [replace(job, exit_code=code) if job.exit_code is None else job for _, job in folder.jobs()]
+    lines = table(jobs) if jobs else []
     os.write(2, "\n".join(["", *lines, "", text, ""]).encode())  # print() may be where the signal came in
     os._exit(code)

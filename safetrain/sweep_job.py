@@ -20,7 +20,7 @@ from safetrain.compose import job_overrides, resolve, variables
 from safetrain.config import Config
 from safetrain.environ import environment
 from safetrain.errors import ConfigError, Preempted, SafetrainError, UsageError
-from safetrain.job import JobEnded, TrainingFailed, shown, train
+from safetrain.job import JobEnded, TrainingFailed, train
 from safetrain.launch import number_of_ranks
 from safetrain.marked import marked_output
 from safetrain.part_of_machine import (
@@ -32,11 +32,12 @@ from safetrain.part_of_machine import (
     visible_gpus,
 )
 from safetrain.rank_log import complain
+from safetrain.run_dir import shown
 from safetrain.sweep import FAILED, OK, SUBMITIT, WRONG, Folder, Job
 from safetrain.user_path import search_user_code_last
 
 _TAKES_ALL = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-_dies_with: set[str] = set()  # the sweeps with which this process ends
+_dies_with: set[Path] = set()  # the sweeps with which this process ends
 
 
 class RunJob:
@@ -54,7 +55,7 @@ class RunJob:
         if hydra.mode is not RunMode.MULTIRUN:
             return _run(composed, job, lambda: None)
         folder, number = Folder(str(hydra.sweep.dir)), int(hydra.job.num)
-        if folder.end_begun():
+        if folder.is_ending():
             raise UsageError("the sweep was told to end before this job began")
         with ExitStack() as held:
             held.enter_context(folder.held(str(number), wait=False))
@@ -62,11 +63,18 @@ class RunJob:
             if (job.process, job.host) != self._command:
                 at_once = self._settle_in(folder, number, job, composed, held)
             before = folder.noted(number)
+            before = before if before is not None and before.overrides == job.overrides else None
+            if before is not None and before.exit_code == OK and folder.goes_on():
+                return before.metric
             folder.note(number, job)
             try:
                 return _run(composed, job, lambda: folder.note(number, job), before, at_once)
-            except SystemExit as ended:
-                if at_once > 1 and ended.code is not None:
+            except SystemExit:
+                if job.exit_code == Preempted.EXIT_CODE:
+                    complain(folder.how_to_go_on())
+                if (job.process, job.host) == self._command:
+                    folder.end()
+                elif SUBMITIT not in os.environ:  # joblib would end the others, which may still have to save
                     raise TrainingFailed(job.told) from None
                 raise
             finally:
@@ -77,8 +85,8 @@ class RunJob:
         search_user_code_last()
         forget_threads_of_engine(self._threads)
         engine = os.environ.get(SUBMITIT)
-        if job.host == self._command[1] and engine != "slurm" and folder.name not in _dies_with:
-            _dies_with.add(folder.name)
+        if job.host == self._command[1] and engine != "slurm" and folder.sweep_dir not in _dies_with:
+            _dies_with.add(folder.sweep_dir)
             folder.die_with_sweep()
         if engine is not None:
             held.enter_context(_submitit_asks_for_a_save())
@@ -99,7 +107,7 @@ def _run(
         _check_engine(config)
         job.run_dir = shown(Path(config.run_dir))
         note()
-        if before is not None and _goes_on(before, job, config):
+        if before is not None and _was_cut(before, config):
             print(f"{config.name}: goes on where it was cut.", flush=True)
             config = replace(config, resume="auto")
         threads = threads_of_rank(at_once, number_of_ranks(config)) if at_once > 1 else {}
@@ -119,9 +127,9 @@ def _run(
     return job.metric
 
 
-def _goes_on(before: Job, job: Job, config: Config) -> bool:
-    """Whether a scheduler has started this job again, after it was preempted or killed."""
-    cut = before.exit_code in (None, Preempted.EXIT_CODE) and before.overrides == job.overrides
+def _was_cut(before: Job, config: Config) -> bool:
+    """Whether a job is started again that was preempted or killed, and had saved something."""
+    cut = before.exit_code in (None, Preempted.EXIT_CODE)
     return cut and config.resume == "none" and any(Path(config.run_dir, "checkpoints").glob("step_*"))
 
 

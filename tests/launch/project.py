@@ -70,6 +70,9 @@ class Mine(safetrain.Trainer):
         Path(self.run_dir, "waiting").touch()
         while not Path("go_on").exists():
             time.sleep(0.02)
+    def fail_after_waiting(self):
+        self.wait()
+        self.error()
     def sleep(self):
         time.sleep(600)
 '''
