@@ -70,6 +70,6 @@ def visible_gpus(count: int) -> list[str]:
     return said[:count] or [str(index) for index in range(count)]
 
 
-def threads_of_rank(at_once: int, ranks: int) -> dict[str, str]:
-    """The environment that gives each of ``ranks`` its share of the job's share of the cores; the user's stays."""
-    return {} if _OMP in os.environ else {_OMP: str(max(1, number_of_cores() // (at_once * ranks)))}
+def threads_of_rank(cores: int | None, ranks: int) -> dict[str, str]:
+    """The environment that gives each of ``ranks`` its share of the job's ``cores``; what the user said stays."""
+    return {} if cores is None or _OMP in os.environ else {_OMP: str(max(1, cores // ranks))}

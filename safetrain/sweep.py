@@ -159,7 +159,9 @@ class Sweep(Callback):
             folder.end()
             own.__exit__(None, None, None)
             _wait(folder, _GONE_LIMIT_S)
-            _leave(folder, 128 + number, "Interrupted; no job of the sweep is left.")
+            in_queue = "SlurmLauncher" in config.hydra.launcher._target_
+            left = "Slurm's jobs go on (squeue, scancel)" if in_queue else "no job of the sweep is left"
+            _leave(folder, 128 + number, f"Interrupted; {left}.")
 
         handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         for number in handled:

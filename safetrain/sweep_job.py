@@ -26,6 +26,7 @@ from safetrain.marked import marked_output
 from safetrain.part_of_machine import (
     forget_threads_of_engine,
     number_at_once,
+    number_of_cores,
     part_of_gpus,
     threads_of_rank,
     threads_of_user,
@@ -59,19 +60,17 @@ class RunJob:
             raise UsageError("the sweep was told to end before this job began")
         with ExitStack() as held:
             held.enter_context(folder.held(str(number), wait=False))
-            at_once = 1
+            cores = None
             if (job.process, job.host) != self._command:
-                at_once = self._settle_in(folder, number, job, composed, held)
+                cores = self._settle_in(folder, number, job, composed, held)
             before = folder.noted(number)
             before = before if before is not None and before.overrides == job.overrides else None
             if before is not None and before.exit_code == OK and folder.goes_on():
                 return before.metric
             folder.note(number, job)
             try:
-                return _run(composed, job, lambda: folder.note(number, job), before, at_once)
+                return _run(composed, job, lambda: folder.note(number, job), before, cores)
             except SystemExit:
-                if job.exit_code == Preempted.EXIT_CODE:
-                    complain(folder.how_to_go_on())
                 if (job.process, job.host) == self._command:
                     folder.end()
                 elif SUBMITIT not in os.environ:  # joblib would end the others, which may still have to save
@@ -80,26 +79,27 @@ class RunJob:
             finally:
                 folder.note(number, job)
 
-    def _settle_in(self, folder: Folder, number: int, job: Job, composed: DictConfig, held: ExitStack) -> int:
-        """Make a process of an engine fit for a job; returns how many jobs of the sweep share the machine."""
+    def _settle_in(self, folder: Folder, number: int, job: Job, composed: DictConfig, held: ExitStack) -> int | None:
+        """Make a process of an engine fit for a job; returns how many cores are the job's, where that is known."""
         search_user_code_last()
         forget_threads_of_engine(self._threads)
         engine = os.environ.get(SUBMITIT)
         if job.host == self._command[1] and engine != "slurm" and folder.sweep_dir not in _dies_with:
             _dies_with.add(folder.sweep_dir)
             folder.die_with_sweep()
+        launcher = HydraConfig.get().launcher
         if engine is not None:
             held.enter_context(_submitit_asks_for_a_save())
-            return 1
+            return launcher.get("cpus_per_task")
         held.enter_context(marked_output(f"[job {number}] "))
-        at_once = number_at_once(int(HydraConfig.get().launcher.get("n_jobs", 1)))
+        at_once = number_at_once(int(launcher.get("n_jobs", 1)))
         gpus = [] if composed.device == "cpu" else visible_gpus(torch.cuda.device_count())
         held.enter_context(part_of_gpus(folder, at_once, gpus))
-        return at_once
+        return number_of_cores() // at_once
 
 
 def _run(
-    composed: DictConfig, job: Job, note: Callable[[], None], before: Job | None = None, at_once: int = 1
+    composed: DictConfig, job: Job, note: Callable[[], None], before: Job | None = None, cores: int | None = None
 ) -> float | None:
     """Train; ``before``: what is noted of the same job from an earlier time."""
     try:
@@ -110,12 +110,12 @@ def _run(
         if before is not None and _was_cut(before, config):
             print(f"{config.name}: goes on where it was cut.", flush=True)
             config = replace(config, resume="auto")
-        threads = threads_of_rank(at_once, number_of_ranks(config)) if at_once > 1 else {}
-        with environment(threads):
-            job.metric = train(config, variables(composed))
+        settled = variables(composed)
+        with environment(threads_of_rank(cores, number_of_ranks(config))):
+            job.metric = train(config, settled)
         _check_metric(config, job.metric)
     except JobEnded as ended:
-        job.exit_code, job.told = ended.exit_code, str(ended)
+        job.exit_code, job.told = ended.exit_code, _in_words_of_a_sweep(str(ended))
         complain(job.told)
         raise SystemExit(ended.exit_code) from None  # no Exception: it ends a sweep, too
     except SafetrainError as error:
@@ -125,6 +125,14 @@ def _run(
         raise
     job.exit_code = OK
     return job.metric
+
+
+def _in_words_of_a_sweep(text: str) -> str:
+    """resume=auto is refused in a sweep, which has a way of its own to go on."""
+    hydra = HydraConfig.get()
+    if hydra.mode is not RunMode.MULTIRUN:
+        return text
+    return text.replace("resume=auto", f"hydra.sweep.dir={shown(Path(hydra.sweep.dir).resolve())}")
 
 
 def _was_cut(before: Job, config: Config) -> bool:
@@ -138,6 +146,13 @@ def _check_engine(config: Config) -> None:
         raise ConfigError(
             "metric=null: the sweeper chooses by it. Say metric=NAME of a value that validation logs, such as val/loss."
         )
+    launcher = HydraConfig.get().launcher
+    for key in ("nodes", "tasks_per_node"):
+        if SUBMITIT in os.environ and launcher.get(key, 1) != 1:
+            raise ConfigError(
+                f"hydra.launcher.{key}={launcher[key]}: each of these tasks would be the whole job. Say 1; "
+                "launch.nproc_per_node says how many ranks the one task starts."
+            )
     no_gpu = os.environ.get(SUBMITIT) == "local" and os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if no_gpu and config.device != "cpu" and Path("/dev/nvidiactl").exists():
         raise ConfigError(

@@ -71,7 +71,7 @@ def run_directories(folder: Path) -> Iterator[Path]:
 
 def test_every_command_and_file_is_tried_here() -> None:
     assert sorted(shown_files()) == ["recipe/spirals.yaml", "script.py", "spirals.py"]
-    assert len(shown_commands()) == 13
+    assert len(shown_commands()) == 16
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_your_own_project(folder: Path, start: str, ranks: int) -> None:
 
 @pytest.mark.slow
 def test_your_own_project_in_a_sweep(folder: Path) -> None:
-    shown = run(command(r"python -m safetrain -m recipe=spirals .*"), folder)
+    shown = run(command(r"python -m safetrain -m recipe=spirals optimizer\.lr=.*"), folder)
     jobs = sorted(run_directories(folder))
     assert [job.name for job in jobs] == ["0", "1"]
     assert {job.parent.parent for job in jobs} == {folder / "outputs/multirun"}
@@ -109,6 +109,22 @@ def test_your_own_project_in_a_sweep(folder: Path) -> None:
         check_run_directory(job, ranks=2, accuracy=0.7)
         assert f"lr: {rate}" in (job / "config.yaml").read_text()
     assert len(re.findall(r"^recipe=spirals optimizer.lr=0\.\d+ +0\.\d+ ", shown, flags=re.MULTILINE)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("engine", "lines"),
+    [("launcher=joblib", 2), ("launcher=submitit_local", 2), ("sweeper=optuna", 3)],  # 3: and the best
+)
+def test_a_sweep_on_another_engine(folder: Path, engine: str, lines: int) -> None:
+    shorter = " loop.max_steps=3" + (" hydra.sweeper.n_trials=2" if "optuna" in engine else "")
+    shown = run(command(rf"python -m safetrain -m .*hydra/{engine}.*") + shorter, folder)
+    assert len(list(run_directories(folder))) == 2
+    rows = [
+        line for line in shown.splitlines() if re.match(r"best: 0\.\d+ |.*recipe=spirals.*  0\.\d+  outputs/", line)
+    ]
+    assert len(rows) == lines
 
 
 @pytest.mark.slow
