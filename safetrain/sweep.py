@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +29,8 @@ from safetrain.errors import Preempted
 from safetrain.run_dir import shown
 
 OK, FAILED, WRONG = 0, 1, 2
+COMMAND = uuid.uuid4().hex
+"""Tells this command's jobs from what is in the same folder from an earlier time."""
 SUBMITIT = "SUBMITIT_EXECUTOR"
 """The environment variable that says by which of its ways submitit has started this process: local, slurm."""
 
@@ -44,12 +47,14 @@ class Job:
     """One training job of a command.
 
     Attributes:
+        command: the COMMAND that it was given by.
         exit_code: None until it has ended.
         seen: whether what it said went to the terminal of the command.
         told: what was said about its end, where it did not end well.
     """
 
     overrides: str
+    command: str
     process: int
     host: str
     run_dir: str = ""
@@ -59,8 +64,9 @@ class Job:
     told: str = ""
 
     @classmethod
-    def here(cls, overrides: str) -> Job:
-        return cls(overrides, os.getpid(), os.uname().nodename, seen=SUBMITIT not in os.environ)
+    def here(cls, overrides: str, command: str) -> Job:
+        """A job that this process works on."""
+        return cls(overrides, command, os.getpid(), os.uname().nodename, seen=SUBMITIT not in os.environ)
 
 
 class Folder:
@@ -161,7 +167,7 @@ class Sweep(Callback):
             _wait(folder, _GONE_LIMIT_S)
             in_queue = "SlurmLauncher" in config.hydra.launcher._target_
             left = "Slurm's jobs go on (squeue, scancel)" if in_queue else "no job of the sweep is left"
-            _leave(folder, 128 + number, f"Interrupted; {left}.")
+            _leave(128 + number, f"Interrupted; {left}.")
 
         handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         for number in handled:
@@ -170,7 +176,7 @@ class Sweep(Callback):
 
 def jobs_noted() -> list[Job]:
     """The jobs of the sweep that this process has begun."""
-    return [] if _running is None else [job for _, job in _running.jobs()]
+    return [] if _running is None else [job for _, job in _running.jobs() if job.command == COMMAND]
 
 
 def best_found() -> str:
@@ -221,7 +227,7 @@ def _end_saved(folder: Folder, jobs: Sequence[Job]) -> NoReturn:
         with suppress(ProcessLookupError):
             os.kill(job.process, signal.SIGTERM)
     _wait(folder, float("inf"))  # each job has a limit of its own
-    _leave(folder, Preempted.EXIT_CODE, f"The jobs of the sweep have saved what they had. {folder.how_to_go_on()}")
+    _leave(Preempted.EXIT_CODE, f"The jobs of the sweep have saved what they had. {folder.how_to_go_on()}")
 
 
 def _wait(folder: Folder, limit_s: float) -> None:
@@ -230,8 +236,8 @@ def _wait(folder: Folder, limit_s: float) -> None:
         time.sleep(_LOOK_EVERY_S)
 
 
-def _leave(folder: Folder, code: int, text: str) -> NoReturn:
-    jobs = [replace(job, exit_code=code) if job.exit_code is None else job for _, job in folder.jobs()]
+def _leave(code: int, text: str) -> NoReturn:
+    jobs = [replace(job, exit_code=code) if job.exit_code is None else job for job in jobs_noted()]
     lines = table(jobs) if jobs else []
     os.write(2, "\n".join(["", *lines, "", text, ""]).encode())  # print() may be where the signal came in
     os._exit(code)

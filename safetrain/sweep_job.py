@@ -34,7 +34,7 @@ from safetrain.part_of_machine import (
 )
 from safetrain.rank_log import complain
 from safetrain.run_dir import shown
-from safetrain.sweep import FAILED, OK, SUBMITIT, WRONG, Folder, Job
+from safetrain.sweep import COMMAND, FAILED, OK, SUBMITIT, WRONG, Folder, Job
 from safetrain.user_path import search_user_code_last
 
 _TAKES_ALL = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -46,12 +46,12 @@ class RunJob:
 
     def __init__(self) -> None:
         self.done: list[Job] = []  # of this process
-        self._command = (os.getpid(), os.uname().nodename)
+        self._command, self._home = COMMAND, (os.getpid(), os.uname().nodename)
         self._threads = threads_of_user()
 
     def __call__(self, composed: DictConfig) -> float | None:
         hydra = HydraConfig.get()
-        job = Job.here(job_overrides())
+        job = Job.here(job_overrides(), self._command)
         self.done.append(job)
         if hydra.mode is not RunMode.MULTIRUN:
             return _run(composed, job, lambda: None)
@@ -61,17 +61,18 @@ class RunJob:
         with ExitStack() as held:
             held.enter_context(folder.held(str(number), wait=False))
             cores = None
-            if (job.process, job.host) != self._command:
+            if (job.process, job.host) != self._home:
                 cores = self._settle_in(folder, number, job, composed, held)
             before = folder.noted(number)
             before = before if before is not None and before.overrides == job.overrides else None
             if before is not None and before.exit_code == OK and folder.goes_on():
+                folder.note(number, replace(before, command=self._command))
                 return before.metric
             folder.note(number, job)
             try:
                 return _run(composed, job, lambda: folder.note(number, job), before, cores)
             except SystemExit:
-                if (job.process, job.host) == self._command:
+                if (job.process, job.host) == self._home:
                     folder.end()
                 elif SUBMITIT not in os.environ:  # joblib would end the others, which may still have to save
                     raise TrainingFailed(job.told) from None
@@ -84,7 +85,7 @@ class RunJob:
         search_user_code_last()
         forget_threads_of_engine(self._threads)
         engine = os.environ.get(SUBMITIT)
-        if job.host == self._command[1] and engine != "slurm" and folder.sweep_dir not in _dies_with:
+        if job.host == self._home[1] and engine != "slurm" and folder.sweep_dir not in _dies_with:
             _dies_with.add(folder.sweep_dir)
             folder.die_with_sweep()
         launcher = HydraConfig.get().launcher

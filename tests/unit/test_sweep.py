@@ -29,7 +29,7 @@ from safetrain.sweep import FAILED, OK, WRONG, Folder, Job, table
 
 
 def job(name: str, exit_code: int | None = OK, metric: float | None = None, process: int = 1) -> Job:
-    return Job(name, process, os.uname().nodename, f"out/{name}", metric, exit_code)
+    return Job(name, "command", process, os.uname().nodename, f"out/{name}", metric, exit_code)
 
 
 def test_a_note_is_read_back_by_number(tmp_path: Path) -> None:
