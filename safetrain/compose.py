@@ -130,7 +130,8 @@ def variables(composed: DictConfig) -> list[Variable]:
 def variables_said(arguments: Sequence[str]) -> set[str]:
     """The environment variables that a command line, or a sweeper, sets itself: ``env.NAME=...``."""
     names: set[str] = set()
-    for override in OverridesParser.create().parse_overrides([a for a in arguments if not a.startswith("-")]):
+    overrides = [a for a in arguments if a.startswith("~") or ("=" in a and not a.startswith("-"))]  # no flags
+    for override in OverridesParser.create().parse_overrides(overrides):
         group, _, name = override.key_or_group.partition(".")
         if group == "env" and name:
             names.add(name)

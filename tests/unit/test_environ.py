@@ -94,7 +94,18 @@ def test_what_torchrun_sets_is_not_taken_for_the_users(monkeypatch: pytest.Monke
 
 
 def test_the_command_line_is_told_by_its_overrides() -> None:
-    arguments = ["-m", "recipe=x", "env=debug", "env.A=1", "+env.B=x", "++env.C=null", "~env.D", "+env={E: 1, F: x}"]
+    arguments = [
+        "-m",
+        "--config-dir",
+        "env.H",
+        "recipe=x",
+        "env=debug",
+        "env.A=1",
+        "+env.B=x",
+        "++env.C=null",
+        "~env.D",
+        "+env={E: 1, F: x}",
+    ]
     assert variables_said([*arguments, 'env.G="=eth0"', "environment.H=1"]) == {*"ABCDEFG"}
 
 
