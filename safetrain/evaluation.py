@@ -15,7 +15,7 @@ from torch import nn
 from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
 from safetrain.contain import Share
-from safetrain.errors import DataError, PeerFailed, RankFailed
+from safetrain.errors import DataError, PeerFailed, RankFailed, together
 from safetrain.feed import Feed, Fetched
 from safetrain.metrics import MetricLog
 from safetrain.precision import Precision
@@ -41,6 +41,9 @@ def evaluate(
     def goes_on(fetched: Fetched) -> bool:
         return comm.agree(not fetched.empty, "any") if forward_communicates else not fetched.empty
 
+    def failed_here() -> RankFailed:
+        return RankFailed.at(step, comm.rank, share.reason, "validation_step", share.work)
+
     share = Share()
     was_training = model.training
     model.eval()
@@ -51,7 +54,7 @@ def evaluate(
         )
         while share.error is None and goes_on(fetched := feed.take()):
             ACTIVITY.enter("validation")
-            log.paused = fetched.empty
+            log.paused, share.at_hand = fetched.empty, fetched.work
             last = last if fetched.empty else fetched
             try:
                 if last.error is not None:
@@ -67,12 +70,12 @@ def evaluate(
     log.paused = False
     if share.error is not None and forward_communicates:
         # the others are inside this forward's collectives
-        raise RankFailed.at(step, comm.rank, share.reason, "validation_step") from share.error
+        raise failed_here() from share.error
     ACTIVITY.enter("vote")
     reasons = comm.gather(share.reason if share.error is not None else None)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if share.error is not None:
-        raise RankFailed.at(step, comm.rank, share.reason, "validation_step") from share.error
+        raise together(failed_here()) from share.error
     if failed:
-        raise PeerFailed.at(step, failed)
+        raise together(PeerFailed.at(step, failed))
     return {f"val/{name}": value for name, value in log.reduce(comm).items()}

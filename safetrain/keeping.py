@@ -4,13 +4,16 @@ A checkpoint is taken after an optimizer step, before anything that follows from
 waits for the validation, whose metric tells which one is best. So a run is saved inside an epoch or between two, and in
 both cases goes on as it would have gone on.
 
-What a clock or a user wants becomes known in one window's vote and is done after the next window: a batch is fetched
-ahead within the window, and where the generators were before that must be noted (see ``Feed.remembers``).
+What a clock or a user wants becomes known in one window's vote and is done after the next window.
+
+When ranks fail together, the state of the last whole step is saved by the same means: the writers meet on the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -19,7 +22,7 @@ from safetrain.activity import ACTIVITY
 from safetrain.best import BestMetric
 from safetrain.checkpoint import Checkpoints
 from safetrain.config import Checkpoint
-from safetrain.errors import Preempted
+from safetrain.errors import CheckpointError, Preempted, SafetrainError, TrainingStopped, UsageError
 from safetrain.feed import Feed
 from safetrain.report import Reporter
 from safetrain.snapshot import Snapshot
@@ -42,6 +45,7 @@ class Keeper:
         self._saves_by_itself = bool(
             options.every_steps or options.every_minutes or options.every_epochs or options.at_end
         )
+        feed.remembers = checkpoints is not None
         self._saved_at = monotonic()
         self._asked_here = self._agreed = self._planned = self._leaves = False
 
@@ -71,7 +75,6 @@ class Keeper:
         every, done = self._options.every_steps, step + 1
         last = self._options.at_end and done == self._max_steps
         self._planned = self._agreed or last or (every is not None and done % every == 0)
-        self._feed.remembers = self._planned and self._checkpoints is not None
 
     def window_done(self, step: int, epoch: int, result: WindowResult) -> None:
         """``step`` steps are done; all ranks call it.
@@ -115,12 +118,44 @@ class Keeper:
         self._planned = self._agreed = False
         if self._checkpoints is None:
             return
-        if dropped_late := self._window.settle():
-            self._reporter.skipped(step - 1, epoch, dropped_late)
+        self._settle(step, epoch)
         self._reporter.checkpoint(step, epoch)
         with ACTIVITY.within("save_checkpoint"):
             self._checkpoints.save(self.snapshot(step, epoch), metric=metric)
         self._saved_at = monotonic()
+
+    @contextmanager
+    def rescuing(self, where: Callable[[], tuple[int, int]]) -> Iterator[None]:
+        """Save what is whole when the ranks fail together in this block; ``where`` they are: step and epoch."""
+        try:
+            yield
+        except SafetrainError as error:
+            # between two epochs nobody knows how far on_epoch_start has come
+            if error.together and self._window.inside_epoch and self._checkpoints and self._options.at_failure_s:
+                error.kept = self._rescue(self._checkpoints, *where())
+                error.add_note(error.kept)
+            raise
+
+    def _rescue(self, checkpoints: Checkpoints, step: int, epoch: int) -> str:
+        """Save the state of the last whole step, in no collective, and say what became of it."""
+
+        def take() -> Snapshot:
+            if not self._window.go_back():
+                raise UsageError("it failed within an optimizer step")
+            with suppress(TrainingStopped):  # the last step was none: what follows from that is done all the same
+                self._settle(step, epoch)
+            self._reporter.checkpoint(step, epoch)
+            return self.snapshot(step, epoch)
+
+        try:
+            path = Path(checkpoints.save_at_failure(step, take))
+        except CheckpointError as error:
+            return f"The state at step {step} is not saved: {error}."
+        return f"The state at step {step} is saved in {path.parent.name}/{path.name}: go on with resume=auto."
+
+    def _settle(self, step: int, epoch: int) -> None:
+        if dropped_late := self._window.settle():
+            self._reporter.skipped(step - 1, epoch, dropped_late)
 
     def snapshot(self, step: int, epoch: int) -> Snapshot:
         """The state of the run as it is now; tensors are the live ones."""

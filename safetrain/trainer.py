@@ -198,13 +198,13 @@ class Trainer:
         with self._ranks():
             self._stopped, self._stop_wanted, self.metrics, self._log = False, False, {}, MetricLog()
             run = self._run = assemble(self)
-            with contextlib.closing(run.reporter):
+            with contextlib.closing(run.reporter), run.keeper.rescuing(lambda: (self.step, self.epoch)):
                 while self.epoch < self.loop.epochs and (run.window.inside_epoch or not self._finished()):
                     if not run.window.inside_epoch:  # else the run goes on from a checkpoint inside it
                         ACTIVITY.enter("epoch_start")
                         self.on_epoch_start()
                     epoch_ended = self._train_epoch(run)
-                    validation = self.validate() if self._validates() else {}
+                    validation = self._validate_epoch(run)
                     self.metrics |= validation
                     self.epoch += 1
                     run.window.end_epoch()
@@ -225,7 +225,7 @@ class Trainer:
         window.begin_epoch(self.epoch, self.step)
         self.model.train()
         reporter.restart_clock()
-        epoch_ends = False
+        epoch_ends = window.epoch_over  # a run can go on from its validation
         while not epoch_ends and not self._finished():
             if self.phases:
                 self.phase = self.phases[self.step % len(self.phases)]
@@ -243,9 +243,13 @@ class Trainer:
             raise DataError("the training data gave no batch on any rank: the dataset is empty")
         return epoch_ends
 
-    def _validates(self) -> bool:
-        """Whether this epoch ends with a validation."""
-        return self._run.val_feed is not None and (self.epoch + 1) % self.loop.validate_every_epochs == 0
+    def _validate_epoch(self, run: Run) -> dict[str, float]:
+        if run.val_feed is None or (self.epoch + 1) % self.loop.validate_every_epochs:
+            return {}
+        run.window.opening.note()
+        metrics = self.validate()
+        run.window.opening.forget()
+        return metrics
 
     def _finished(self) -> bool:
         return self._stopped or (self.loop.max_steps is not None and self.step >= self.loop.max_steps)
