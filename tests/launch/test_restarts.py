@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from safetrain.testing import differences
 from tests.launch.project import Project
-from tests.launch.test_resume import EVERY_TWO_STEPS, THREE_EPOCHS, events, newest, same
+from tests.launch.test_resume import EVERY_TWO_STEPS, THREE_EPOCHS, events, newest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -20,8 +21,8 @@ def check_it_is_the_whole_run(project: Project) -> None:
     done = project.run(*THREE_EPOCHS, EVERY_TWO_STEPS, "hydra.run.dir=whole")
     assert done.code == 0, done.err
     whole = project.folder / "whole"
-    assert same(newest(run_dir).shared, newest(whole).shared)
-    assert same(newest(run_dir).own, newest(whole).own)
+    assert not differences(newest(run_dir).shared, newest(whole).shared)
+    assert not differences(newest(run_dir).own, newest(whole).own)
     assert events(run_dir) == events(whole)
 
 

@@ -18,7 +18,7 @@ from safetrain.comm import Comm
 from safetrain.observer import Event, RunInfo
 from safetrain.precision import FP32, Precision
 from safetrain.seeding import seed_generators
-from safetrain.testing import run_ranks
+from safetrain.testing import differences, run_ranks
 from tests.ranks.memory_checkpoints import MemoryCheckpoints
 from tests.ranks.toys import CLASSES, FEATURES, momentum_sgd, samples
 
@@ -162,23 +162,6 @@ def final(trainer: Learner) -> dict[str, Any]:
     return {"step": trainer.step, "epoch": trainer.epoch, "shared": snapshot.shared, "own": snapshot.own}
 
 
-def assert_equal(a: Any, b: Any, where: str = "") -> None:
-    assert type(a) is type(b), f"{where}: {a!r} and {b!r}"
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert list(a) == list(b), where
-        for key in a:
-            assert_equal(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, pair in enumerate(zip(a, b, strict=True)):
-            assert_equal(*pair, f"{where}.{index}")
-    else:
-        assert a == b or a != a, f"{where}: {a!r} and {b!r}"
-
-
 def straight(setting: Setting, comm: Comm) -> tuple[dict[str, Any], History]:
     """The run that is not cut."""
     history = History()
@@ -215,7 +198,7 @@ def assert_exact(setting: Setting, cuts: Sequence[At], world_size: int) -> None:
         if setting.rescued:
             for each in (found, expected):
                 del each["shared"]["report"]  # counts the saves
-        assert_equal(found, expected)
+        assert not differences(found, expected)
         return found["step"]
 
     steps = run_ranks(work, world_size, timeout_s=100)
