@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -76,14 +77,15 @@ data:
   val: {_target_: mine.Numbers, count: 64}
 optimizer: {_target_: torch.optim.AdamW, _partial_: true, lr: 0.01}
 scheduler: {_target_: torch.optim.lr_scheduler.OneCycleLR, _partial_: true, max_lr: 0.01}
-loop: {epochs: 100, accumulate: 2, log_every_steps: 20}
+loop: {epochs: 50, accumulate: 2, log_every_steps: 20}
 loader: {batch_size: 4, num_workers: 1}
 checkpoint: {every_steps: 10}
 observers: {progress: null, tensorboard: null}
 launch: {nproc_per_node: 2}
 device: cpu
 """
-LONGEST_LIFE_S = 9.0  # of an attempt; its start takes about half of that
+IN_START = 0.25  # of the kills: at any instant of an attempt's start; the others soon after its first checkpoint
+SOON_S = 0.4
 
 
 def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
@@ -92,6 +94,21 @@ def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
         cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
+
+
+def newest(checkpoints: Path) -> str:
+    """The name of the newest checkpoint; empty where there is none."""
+    latest = checkpoints / "latest"
+    return latest.readlink().name if latest.is_symlink() else ""
+
+
+def ends_before(process: subprocess.Popen[bytes], instant: Callable[[], bool]) -> bool:
+    """Whether the job is over before ``instant`` comes."""
+    while not instant():
+        if process.poll() is not None:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def kill(process: subprocess.Popen[bytes], chance: random.Random) -> str:
@@ -147,22 +164,30 @@ def kill_and_resume(folder: Path, kills: int, seed: int, limit_s: float = math.i
     (folder / "recipe" / "mine.yaml").write_text(RECIPE)
     whole, run_dir = folder / "whole", folder / "cut"
     checkpoints = run_dir / "checkpoints"
-    assert start(folder, f"hydra.run.dir={whole}").wait() == 0
+    long = f"loop.epochs={max(20, kills)}"
+    process = start(folder, long, f"hydra.run.dir={whole}")
+    assert not ends_before(process, lambda: newest(whole / "checkpoints") != "")
+    start_s = time.monotonic() - began
+    assert process.wait() == 0
     expected = read(*find(whole))
     steps: list[int] = []
     saving = 0
     while killed.total() < kills and time.monotonic() - began < limit_s:
-        process = start(folder, f"hydra.run.dir={run_dir}", *(["resume=auto"] if checkpoints.exists() else []))
-        try:
-            process.wait(chance.uniform(0, LONGEST_LIFE_S))
-        except subprocess.TimeoutExpired:
-            killed[kill(process, chance)] += 1
-            saving += any(checkpoints.glob(".writing_*"))
-            steps.append(find(run_dir)[1].step if (checkpoints / "latest").exists() else 0)
-            print(f"kill {killed.total()}: step {steps[-1]} of {expected.step}", end="\r", flush=True)
-        else:
+        process = start(folder, long, f"hydra.run.dir={run_dir}", *(["resume=auto"] if steps else []))
+        before, started = newest(checkpoints), time.monotonic()
+        in_start = chance.random() < IN_START
+        after_s = chance.uniform(0, start_s if in_start else SOON_S)
+        if not in_start:
+            if ends_before(process, lambda before=before: newest(checkpoints) != before):
+                break
+            start_s, started = time.monotonic() - started, time.monotonic()
+        if ends_before(process, lambda until=started + after_s: time.monotonic() > until):
             break
-    assert start(folder, f"hydra.run.dir={run_dir}", "resume=auto").wait() == 0
+        killed[kill(process, chance)] += 1
+        saving += any(checkpoints.glob(".writing_*"))
+        steps.append(int(newest(checkpoints).split("_")[1]) if newest(checkpoints) else 0)
+        print(f"kill {killed.total()}: step {steps[-1]} of {expected.step}", end="\r", flush=True)
+    assert start(folder, long, f"hydra.run.dir={run_dir}", "resume=auto").wait() == 0
     found = read(*find(run_dir))
     wrong = [*differences(found.shared, expected.shared, "shared"), *differences(found.own, expected.own, "own")]
     wrong += ["events"] if events(run_dir) != events(whole) else []

@@ -167,7 +167,7 @@ class Checkpoints:
             raise choice
         if choice is None:
             return None
-        if choice[0].parent.resolve() == self._shelf.folder.resolve():
+        if where == "auto":
             self._newest = (choice[1].step, str(choice[0]))
         with ACTIVITY.within("load_checkpoint", limit_s):
             problem = ""
