@@ -57,12 +57,12 @@ class Numbers(torch.utils.data.Dataset):
 class Mine(safetrain.Trainer):
     def training_step(self, batch):
         time.sleep(0.002)
-        loss = self.model(batch).square().mean()
+        loss = (self.model(batch) - batch[:, :2].sin()).square().mean()
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch):
-        self.log("loss", self.model(batch).square().mean(dim=1))
+        self.log("loss", (self.model(batch) - batch[:, :2].sin()).square().mean(dim=1))
 
     def build_model(self):
         return torch.nn.Sequential(
