@@ -48,7 +48,7 @@ def told(setting: Setting, comm: Comm, history: History, checkpoints: MemoryChec
     [(0, 1, FP32, signal.SIGTERM), (4, 3, FP16, signal.SIGUSR1)],
     ids=["in the first step", "in a window of three, fp16"],
 )
-def test_all_save_at_the_same_step_and_the_run_goes_on_exactly(
+def test_h81_all_save_at_the_same_step_and_the_run_goes_on_exactly(
     world_size: int, on: int, at: int, accumulate: int, precision: type[Precision], number: signal.Signals
 ) -> None:
     setting = Setting(accumulate=accumulate, precision=precision, kind=Told, epoch_samples=46 * world_size)

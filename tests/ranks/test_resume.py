@@ -186,7 +186,7 @@ def test_a_run_that_is_over_only_ends_again(max_steps: int | None) -> None:
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (2, 4), (4, 2)])
-def test_on_other_ranks_each_sample_comes_once_in_the_epoch(before: int, now: int) -> None:
+def test_h88_on_other_ranks_each_sample_comes_once_in_the_epoch(before: int, now: int) -> None:
     setting = Setting(epoch_samples=96, given={"scheduler": None, "loader": EVERY_SAMPLE})
 
     def cut(comm: Comm) -> tuple[list[Any], dict[int, bytes]]:
