@@ -164,7 +164,7 @@ def kill_and_resume(folder: Path, kills: int, seed: int, limit_s: float = math.i
     (folder / "recipe" / "mine.yaml").write_text(RECIPE)
     whole, run_dir = folder / "whole", folder / "cut"
     checkpoints = run_dir / "checkpoints"
-    long = f"loop.epochs={max(20, kills)}"
+    long = f"loop.epochs={max(20, kills // 2)}"
     process = start(folder, long, f"hydra.run.dir={whole}")
     assert not ends_before(process, lambda: newest(whole / "checkpoints") != "")
     start_s = time.monotonic() - began
@@ -220,9 +220,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="of the instants and the victims")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="where the page goes")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="make no more kills after that")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        report = kill_and_resume(Path(name), options.kills, options.seed)
+        report = kill_and_resume(Path(name), options.kills, options.seed, 60 * options.minutes)
     text = page(report)
     print(text)
     file = options.results / f"kill_and_resume_{datetime.datetime.now():%Y-%m-%d_%H%M}.md"

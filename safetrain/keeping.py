@@ -11,6 +11,7 @@ When ranks fail together, the state of the last whole step is saved by the same 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any, NoReturn
 
 from safetrain import tree
 from safetrain.activity import ACTIVITY
-from safetrain.best import BestMetric
 from safetrain.checkpoint import Checkpoints
 from safetrain.config import Checkpoint
 from safetrain.errors import CheckpointError, Preempted, SafetrainError, TrainingStopped, UsageError
@@ -29,16 +29,17 @@ from safetrain.snapshot import Snapshot
 from safetrain.state import RunState
 from safetrain.window import Window, WindowResult
 
+logger = logging.getLogger("safetrain")
+
 
 class Keeper:
     """Decides after each window whether all ranks save, and does it."""
 
     def __init__(
-        self, state: RunState, best: BestMetric, window: Window, feed: Feed, reporter: Reporter,
+        self, state: RunState, window: Window, feed: Feed, reporter: Reporter,
         checkpoints: Checkpoints | None, options: Checkpoint, *, max_steps: int | None, rank: int, config_text: str,
     ) -> None:  # fmt: skip
-        self._state, self._best = state, best
-        self._window, self._feed, self._reporter = window, feed, reporter
+        self._state, self._window, self._reporter = state, window, reporter
         self._checkpoints, self._options = checkpoints, options
         self._max_steps, self._config_text = max_steps, config_text
         self._keeps_time = rank == 0 and options.every_minutes is not None
@@ -98,7 +99,7 @@ class Keeper:
         Raises:
             Preempted: as ``window_done`` does; not at the run's own end.
         """
-        metric = self._best.judge(validation)
+        metric = metric_in(validation, self._options.metric)
         every = self._options.every_epochs
         if self._planned or self._agreed or (every and epochs % every == 0) or (last and self._options.at_end):
             self._save(step, epochs, metric)
@@ -161,3 +162,13 @@ class Keeper:
         """The state of the run as it is now; tensors are the live ones."""
         own: dict[str, Any] = self._state.save_own()
         return Snapshot(step, epoch, self._state.save_shared(), own, self._config_text)
+
+
+def metric_in(validation: Mapping[str, float], name: str | None) -> float | None:
+    """The value that tells which checkpoint is best; None: there is none."""
+    if name is None or not validation:
+        return None
+    if name not in validation:
+        logged = ", ".join(sorted(validation))
+        logger.warning("checkpoint.metric=%s: validation did not log it. Logged: %s.", name, logged)
+    return validation.get(name)

@@ -24,9 +24,10 @@ from safetrain import __version__, archive
 from safetrain.durable import sync
 from safetrain.errors import CheckpointError
 from safetrain.manifest import Manifest, Seal
+from safetrain.rank_log import LOG_ONLY
 from safetrain.shelf import Shelf
 
-logger = logging.getLogger("safetrain")
+logger, log_only = logging.getLogger("safetrain"), logging.getLogger(LOG_ONLY)
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1  # between two looks at the store
 _FAREWELL_S = 2.0  # rank 0's longest wait for another one that has yet to hear how the last save ended
@@ -142,7 +143,7 @@ class Writer:
             self._forget()
             path = self._shelf.commit(draft, self._manifest(job, seals))
             outcome = Outcome(job.step, path=str(path))
-            logger.info("checkpoint of step %d written in %.1f s: %s", job.step, time.monotonic() - began, path)
+            log_only.info("checkpoint of step %d written in %.1f s: %s", job.step, time.monotonic() - began, path)
         except Exception as error:  # noqa: BLE001  whatever it is, all ranks must hear of it
             outcome = Outcome(job.step, error=self._in_words(error))
             if draft is None:

@@ -53,6 +53,15 @@ class Freezes(Learner):
         return self.factor * super().training_step(batch)
 
 
+class LooksAndSavesFirst(Learner):
+    """Validates before each epoch, and asks for a checkpoint in the last."""
+
+    def on_epoch_start(self) -> None:
+        assert self.validate()["val/loss"] > 0
+        if self.epoch == 2:
+            self.save()
+
+
 class Remembers(Learner):
     """Keeps a moving average of its own."""
 
@@ -98,6 +107,7 @@ class Ends(Learner):
     "setting",
     [
         Setting(kind=Freezes),
+        Setting(kind=LooksAndSavesFirst),
         Setting(kind=Remembers),
         Setting(kind=TakesTurns, given={"optimizer": dict.fromkeys(("0", "1", "4"), momentum_sgd)}),
         Setting(kind=Skips),
@@ -110,6 +120,7 @@ class Ends(Learner):
     ],
     ids=[
         "freezes",
+        "validates_first",
         "extra_state",
         "phases",
         "skips",
