@@ -106,6 +106,12 @@ class Keeper:
         if self._leaves and not last:
             self._leave(step)
 
+    def leave_validation(self, step: int, epoch: int) -> NoReturn:
+        """Some rank was told to leave, and all have left their validation: it is run again by who goes on."""
+        self._window.go_back()
+        self._save(step, epoch, None)
+        self._leave(step)
+
     def _leave(self, step: int) -> NoReturn:
         self.finish()
         raise Preempted(step, saved=self._checkpoints is not None)
