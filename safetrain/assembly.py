@@ -9,7 +9,6 @@ import torch
 
 from safetrain.activity import ACTIVITY
 from safetrain.audit import ReplicaAudit
-from safetrain.best import BestMetric
 from safetrain.build import check_optimizers
 from safetrain.data import build_feed
 from safetrain.feed import Feed
@@ -80,14 +79,14 @@ def assemble(trainer: Trainer) -> Run:
         nominal_weight=trainer.loop.nominal_weight or feed.batch_size or 1,
     )
     window = Window(parts, trainer.schedulers, Clip(trainer.loop.clip_norm, trainer.loop.clip_value))
-    best = BestMetric(trainer.checkpoint.metric, trainer.checkpoint.mode)
-    state = state_of(trainer, window, feed, val_feed, reporter, best)
-    if resumption is not None:
-        resumption.take_over(trainer, state, replicas)
-    replicas.run(trainer.step)
+    state = state_of(trainer, window, feed, val_feed, reporter)
     keeper = Keeper(
-        state, best, window, feed, reporter, checkpoints, trainer.checkpoint,
+        state, window, feed, reporter, checkpoints, trainer.checkpoint,
         max_steps=trainer.loop.max_steps, rank=comm.rank, config_text=trainer.config_text,
     )  # fmt: skip
+    trainer._run = Run(window, reduction, val_feed, replicas, reporter, keeper)  # user code may validate from here on
+    if resumption is not None:
+        resumption.take_over(trainer, state, replicas, reporter)
+    replicas.run(trainer.step)
     keeper.try_out()
-    return Run(window, reduction, val_feed, replicas, reporter, keeper)
+    return trainer._run

@@ -134,3 +134,10 @@ def check_optimizers(optimizers: Mapping[str, Optimizer], model: nn.Module) -> N
         raise UsageError(
             f"in no optimizer: {names_in_words(idle)}. Give them to one, or freeze them (requires_grad_(False))"
         )
+
+
+def needed(trainer: object, what: str, given: Any) -> Any:
+    """What a trainer was given, where it needs something."""
+    if given is None:
+        raise UsageError(f"{type(trainer).__name__} has no {what}: give {what}=..., or override build_{what}")
+    return given

@@ -82,6 +82,26 @@ def build_feed(data: Dataset[Any] | DataLoader[Any], options: Loader, comm: Comm
     return Feed(build_loader(data, options, train=train, **place), comm.device)
 
 
+def check_same_order(feed: Feed, comm: Comm, epoch: int) -> None:
+    """Hold that the ranks take their shares of one order of one dataset; all ranks call it when ``epoch`` has begun.
+
+    Raises:
+        DataError: on all of them, with what differs.
+    """
+    sizes, digests = zip(*comm.gather((feed.shared_samples, feed.order_digest)), strict=True)
+    if len(set(sizes)) > 1:
+        found = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
+        raise DataError(
+            f"epoch {epoch}: the training dataset has different numbers of samples ({found}), so the ranks' shares "
+            "would repeat some and leave out others. Build the same one on all ranks: draw with the config's seed."
+        )
+    if len(set(digests) - {None}) > 1:
+        raise DataError(
+            f"epoch {epoch}: the training sampler gives each rank another order, so samples would be repeated and "
+            "left out. Seed it from the config and the epoch alone, or leave it out and set loader.shuffle=true."
+        )
+
+
 def _plain_loader(dataset: Dataset[Any], options: Loader, place: Place) -> DataLoader[Any]:
     """The DataLoader that a user would write for one process."""
     _check_dataset(dataset, place)

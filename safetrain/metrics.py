@@ -105,6 +105,17 @@ class MetricLog:
     def clear(self) -> None:
         self._entries.clear()
 
+    def lengths(self) -> dict[str, int]:
+        """How much there is, for ``truncate``."""
+        return {name: len(entries.values) for name, entries in self._entries.items()}
+
+    def truncate(self, lengths: Mapping[str, int]) -> None:
+        """Forget what has come since ``lengths()``."""
+        self._entries = {name: self._entries[name] for name in lengths}
+        for name, length in lengths.items():
+            entries = self._entries[name]
+            del entries.values[length:], entries.weights[length:]
+
     def state_dict(self) -> dict[str, Any]:
         return {name: (kept.how, list(kept.values), list(kept.weights)) for name, kept in self._entries.items()}
 

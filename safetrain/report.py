@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -132,6 +133,15 @@ class Reporter:
         """The run is over, well or not."""
         for observer in self._observers:
             observer.close()
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """What happens in the block has happened before, in another process, and was told there."""
+        observers, self._observers = self._observers, ()
+        try:
+            yield
+        finally:
+            self._observers = observers
 
     def _tell(self, event: Event) -> None:
         self._events += 1

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from safetrain.legs import Leg, left_of
 from safetrain.lifetime import die_with_parent, heed_only_parent
-from safetrain.sampling import Place, Work
+from safetrain.sampling import Place
 from safetrain.seeding import OwnRandom, derive_seed, seed_generators
 from safetrain.stacks import answer_signals
+from safetrain.work import Work
 
 
 class MapShare(Dataset[Any]):
@@ -39,13 +40,17 @@ class MapShare(Dataset[Any]):
         self.set_epoch(work.epoch)
         if get_worker_info() is not None:
             seed_generators(derive_seed(self.place.seed, "batch", self.place.rank, work.epoch, work.number))
+        reading = work.keys
         try:
             if not self.batched:
                 return self.source[work.keys]
             whole_batch = getattr(self.source, "__getitems__", None)
-            return whole_batch(work.keys) if whole_batch else [self.source[key] for key in work.keys]
+            return whole_batch(work.keys) if whole_batch else [self.source[reading := key] for key in work.keys]
         except StopIteration as error:  # would look like the end of the epoch
             raise RuntimeError(f"{type(self.source).__name__}.__getitem__ raised StopIteration") from error
+        except Exception as error:
+            error.add_note(f"(the dataset was asked for {reading!r})")
+            raise
 
 
 class TensorShare(MapShare):

@@ -258,3 +258,14 @@ class TestInDatasetOrder:
     def test_h63_missing_results_are_an_error_with_the_numbers(self, lengths: list[int]) -> None:
         with pytest.raises(DataError, match=rf"the ranks gave \[{', '.join(map(str, lengths))}\] results"):
             in_dataset_order([[0] * length for length in lengths])
+
+
+def test_what_came_since_can_be_forgotten() -> None:
+    log = MetricLog()
+    log.add("loss", 1.0, weight=2)
+    before, lengths = log.state_dict(), log.lengths()
+    log.add("loss", 5.0)
+    log.add("new", torch.ones(3))
+    log.truncate(lengths)
+    assert log.state_dict() == before
+    log.add("new", 1, how="sum")  # a name that is new again
