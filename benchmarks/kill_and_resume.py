@@ -133,8 +133,10 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     for event in told:
         event.pop("time")
-        event.get("metrics", {}).pop("train/samples_per_s", None)
-    return [event for event in told if event["kind"] != "start"]
+        metrics = event.get("metrics", {})
+        for name in [name for name in metrics if name.startswith(("train/samples_per_s", "time/"))]:
+            del metrics[name]
+    return [event for event in told if event["kind"] not in ("start", "timing")]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from safetrain.reduction import Reduction
 from safetrain.report import Reporter, describe_run
 from safetrain.resume import find_checkpoint, state_of
 from safetrain.seeding import seed_process
+from safetrain.timing import Machine
 from safetrain.window import Window
 
 if TYPE_CHECKING:
@@ -59,7 +61,8 @@ def assemble(trainer: Trainer) -> Run:
     val_data = trainer.build_val_data()
     val_feed = None if val_data is None else build_feed(val_data, options, comm, seed=seed, train=False)
 
-    reporter = Reporter(trainer.observers, comm, trainer.optimizers, trainer.loop.log_every_steps)
+    machine = Machine(feed.loader_processes, max(1, len(os.sched_getaffinity(0)) // comm.local_world_size))
+    reporter = Reporter(trainer.observers, comm, trainer.optimizers, trainer.loop.log_every_steps, machine)
     info = describe_run(trainer, feed, start_events=resumption.events if resumption else 0)
     reporter.start(info)
     trainer.total_steps = comm.agree(info.total_steps or 0, "max") or None

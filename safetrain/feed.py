@@ -92,6 +92,11 @@ class Feed:
         self.batch_size: int | None = self._share.batch_size
 
     @property
+    def loader_processes(self) -> int:
+        """Of this rank; 0: it reads by itself."""
+        return self._loader.num_workers
+
+    @property
     def batches_per_epoch(self) -> int | None:
         """Batches of a whole epoch on this rank; None for streams, and for a sampler without a length."""
         try:

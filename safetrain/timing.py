@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from safetrain.activity import Activity
+from safetrain.stragglers import Straggler, StragglerWatch
 
 PARTS = {
     "data": "data",
@@ -44,6 +45,49 @@ class StepClock:
         return {part: spent.get(phase, 0.0) for phase, part in PARTS.items()}
 
 
+class TimeTable:
+    """All ranks' seconds a step, put together at each logging interval; the same on every rank.
+
+    Attributes:
+        mean_s: of the last interval, over the ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._watch = StragglerWatch()
+        self._work: list[dict[str, float]] = []
+        self._total_s = dict.fromkeys(PARTS.values(), 0.0)
+        self._intervals = 0
+        self.mean_s: dict[str, float] = {}
+
+    def row(self, spent_s: Mapping[str, float]) -> list[float]:
+        """What this rank adds to a sum over ranks: all its parts, and its own work in places that are its alone."""
+        own = [0.0] * (len(OWN_WORK) * self._world_size)
+        own[len(OWN_WORK) * self._rank : len(OWN_WORK) * (self._rank + 1)] = [spent_s[part] for part in OWN_WORK]
+        return [*(spent_s[part] for part in PARTS.values()), *own]
+
+    def add(self, summed: Sequence[float]) -> None:
+        """The sum of all ranks' rows."""
+        parts, own = summed[: len(PARTS)], summed[len(PARTS) :]
+        self.mean_s = {part: total / self._world_size for part, total in zip(PARTS.values(), parts, strict=True)}
+        self._work = [dict(zip(OWN_WORK, own[at:], strict=False)) for at in range(0, len(own), len(OWN_WORK))]
+        for part, seconds in self.mean_s.items():
+            self._total_s[part] += seconds
+        self._intervals += 1
+
+    def straggler(self) -> Straggler | None:
+        """To be asked once an interval: a rank to name now."""
+        return self._watch.judge(self._work)
+
+    def summary(self, machine: Machine) -> str:
+        """How long a step took, where the time went, and what to change; empty where nothing was measured."""
+        if not self._intervals:
+            return ""
+        step_s = math.fsum(self._total_s.values()) / self._intervals
+        said = f"a step took {1000 * step_s:.3g} ms: {shares_in_words(self._total_s)}."
+        return f"{said} {advice(self._total_s, machine)}".rstrip()
+
+
 class Machine(NamedTuple):
     """What advice depends on."""
 
@@ -75,8 +119,8 @@ def advice(seconds: Mapping[str, float], machine: Machine) -> str:
         )
     if share["communication"] >= _WORTH_A_WORD:
         return (
-            f"{_percent(share['communication'])} of the time waits for other ranks, and for gradients that backward did "
-            "not hide: more samples a step (loader.batch_size, loop.accumulate) make that rarer, "
+            f"{_percent(share['communication'])} of the time waits for other ranks, and for gradients that backward "
+            "did not hide: more samples a step (loader.batch_size, loop.accumulate) make that rarer, "
             "strategy.comm_hook=fp16 halves what is sent."
         )
     return ""

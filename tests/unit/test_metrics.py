@@ -211,11 +211,11 @@ class TestSumFast:
 
         logs = logs_of(first, second)
         assert Together(logs).vectors == [[3.0, 3.0, 2.0, 1.0], [2.0, 1.0, 5.0, 1.0]]
-        assert [log.sum_fast(Together(logs)) for log in logs] == [{"loss": 1.25, "n": 7.0}] * 2
+        assert [log.sum_fast(Together(logs)) for log in logs] == [({"loss": 1.25, "n": 7.0}, [])] * 2
 
     def test_a_maximum_takes_the_other_way(self) -> None:
         logs = logs_of(lambda log: log.add("x", 1.0, how="max"), lambda log: log.add("x", 3.0, how="max"))
-        assert logs[0].sum_fast(Together(logs)) == {"x": 3.0}
+        assert logs[0].sum_fast(Together(logs)) == ({"x": 3.0}, [])
 
 
 class TestRefusals:
