@@ -21,13 +21,15 @@ class Activity:
         count: grows with each phase entered. The same number later means: no progress in between.
         finished: phases that this process has been through; the first time may take longer, since it may compile.
         limit_s: how long the phase may take, where it has a limit of its own (``math.inf``: as long as it likes).
+        spent: seconds in each phase so far, without the present one.
     """
 
-    __slots__ = ("count", "epoch", "finished", "limit_s", "phase", "since", "step")
+    __slots__ = ("count", "epoch", "finished", "limit_s", "phase", "since", "spent", "step")
 
     def __init__(self) -> None:
         self.count = 0
-        self.phase = ""
+        self.phase, self.since = "", monotonic()
+        self.spent: dict[str, float] = {}
         self.restart("start")
 
     def restart(self, phase: str) -> None:
@@ -41,9 +43,10 @@ class Activity:
 
     def enter(self, phase: str) -> None:
         """Something new begins here."""
+        now = monotonic()
         self.finished.add(self.phase)
-        self.phase = phase
-        self.since = monotonic()
+        self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.since
+        self.phase, self.since = phase, now
         self.count += 1
 
     @contextmanager

@@ -1,6 +1,6 @@
 """The files of one checkpoint: what they are called and how they are written and read. Nothing here talks to a rank.
 
-    __0_0.distcp, .metadata   the tensors all ranks share, in the format of torch.distributed.checkpoint
+    __0_0.distcp, .metadata   the tensors all ranks share (tensor_files.py)
     structure.pt              the nested dicts around them, with all values that are no tensors
     rank_<n>.pt               what is rank n's alone
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,36 +18,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from safetrain import tree
 from safetrain.errors import CheckpointError
 
 STRUCTURE = "structure.pt"
-# the tensors are one rank's alone to write, which torch takes for an accident
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-
 # beside what torch.load trusts by itself: what arrays and their scalars are made of, and how pickle writes b"" and sets
 _HARMLESS = [
     np.ndarray, np.dtype, *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
     np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0], bytes, frozenset,
 ]  # fmt: skip
-_UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, CheckpointException)
+_UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 
 
 def write_shared(folder: Path, structure: Any, tensors: Mapping[str, torch.Tensor]) -> list[Path]:
     """Write what ``tree.split`` gave; returns the files."""
+    from safetrain import tensor_files  # says why not at the top
+
     _save(structure, folder / STRUCTURE)
     before = set(folder.iterdir())
-    try:
-        # not synchronised here: whoever seals the files does it, once
-        save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=False), no_dist=True)
-    except (CheckpointException, RuntimeError) as error:
-        # as an Exception, which torch's own is not
-        raise _os_error_beneath(error) or RuntimeError(str(error)) from error
+    tensor_files.write(folder, tensors)
     return [folder / STRUCTURE, *sorted(set(folder.iterdir()) - before)]
 
 
@@ -97,7 +86,9 @@ def own_file(folder: Path, rank: int) -> Path:
 
 def _fill(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     if tensors:
-        load(tensors, storage_reader=FileSystemReader(folder), no_dist=True)
+        from safetrain import tensor_files  # says why not at the top
+
+        tensor_files.read_into(tensors, folder)
 
 
 def _save(value: Any, path: Path) -> None:
@@ -118,16 +109,3 @@ def _reading(folder: Path) -> Iterator[None]:
         yield
     except _UNREADABLE as error:
         raise CheckpointError(f"{folder} can't be read: {type(error).__name__}: {error}") from error
-
-
-def _os_error_beneath(error: BaseException) -> OSError | None:
-    """What the system said first, under all that was said since."""
-    unseen = [error]
-    while unseen:
-        seen = unseen.pop()
-        if isinstance(seen, OSError):
-            return seen
-        unseen += [beneath for beneath in (seen.__cause__, seen.__context__) if beneath is not None]
-        if isinstance(seen, CheckpointException):
-            unseen += [failure for failure, _ in seen.failures.values()]
-    return None

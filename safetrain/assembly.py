@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,6 @@ import torch
 
 from safetrain.activity import ACTIVITY
 from safetrain.audit import ReplicaAudit
-from safetrain.best import BestMetric
 from safetrain.build import check_optimizers
 from safetrain.data import build_feed
 from safetrain.feed import Feed
@@ -20,6 +20,7 @@ from safetrain.reduction import Reduction
 from safetrain.report import Reporter, describe_run
 from safetrain.resume import find_checkpoint, state_of
 from safetrain.seeding import seed_process
+from safetrain.timing import Machine
 from safetrain.window import Window
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def assemble(trainer: Trainer) -> Run:
     val_data = trainer.build_val_data()
     val_feed = None if val_data is None else build_feed(val_data, options, comm, seed=seed, train=False)
 
-    reporter = Reporter(trainer.observers, comm, trainer.optimizers, trainer.loop.log_every_steps)
+    machine = Machine(feed.loader_processes, max(1, len(os.sched_getaffinity(0)) // comm.local_world_size))
+    reporter = Reporter(trainer.observers, comm, trainer.optimizers, trainer.loop.log_every_steps, machine)
     info = describe_run(trainer, feed, start_events=resumption.events if resumption else 0)
     reporter.start(info)
     trainer.total_steps = comm.agree(info.total_steps or 0, "max") or None
@@ -80,14 +82,14 @@ def assemble(trainer: Trainer) -> Run:
         nominal_weight=trainer.loop.nominal_weight or feed.batch_size or 1,
     )
     window = Window(parts, trainer.schedulers, Clip(trainer.loop.clip_norm, trainer.loop.clip_value))
-    best = BestMetric(trainer.checkpoint.metric, trainer.checkpoint.mode)
-    state = state_of(trainer, window, feed, val_feed, reporter, best)
-    if resumption is not None:
-        resumption.take_over(trainer, state, replicas)
-    replicas.run(trainer.step)
+    state = state_of(trainer, window, feed, val_feed, reporter)
     keeper = Keeper(
-        state, best, window, feed, reporter, checkpoints, trainer.checkpoint,
+        state, window, feed, reporter, checkpoints, trainer.checkpoint,
         max_steps=trainer.loop.max_steps, rank=comm.rank, config_text=trainer.config_text,
     )  # fmt: skip
+    trainer._run = Run(window, reduction, val_feed, replicas, reporter, keeper)  # user code may validate from here on
+    if resumption is not None:
+        resumption.take_over(trainer, state, replicas, reporter)
+    replicas.run(trainer.step)
     keeper.try_out()
-    return Run(window, reduction, val_feed, replicas, reporter, keeper)
+    return trainer._run

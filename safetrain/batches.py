@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -17,7 +17,10 @@ def count_samples(batch: Any) -> int | None:
     """
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.dim() else None
-    return next((count for part in _parts(batch) if (count := count_samples(part)) is not None), None)
+    for part in _parts(batch):
+        if (count := count_samples(part)) is not None:
+            return count
+    return None
 
 
 def move(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -27,6 +30,8 @@ def move(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=non_blocking)
+    if type(batch) is list or type(batch) is tuple:  # as most are: first, since what follows costs 10 µs
+        return type(batch)([move(part, device, non_blocking) for part in batch])
     if hasattr(batch, "to") and not isinstance(batch, type):
         return batch.to(device)
     if isinstance(batch, MutableMapping):
@@ -45,10 +50,13 @@ def move(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     return batch
 
 
-def _parts(batch: Any) -> Iterator[Any]:
+def _parts(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, (list, tuple)):
+        return batch
     if isinstance(batch, Mapping):
-        yield from batch.values()
-    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        yield from batch
-    elif is_dataclass(batch):
-        yield from (getattr(batch, part.name) for part in fields(batch))
+        return batch.values()
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        return batch
+    if is_dataclass(batch):
+        return (getattr(batch, part.name) for part in fields(batch))
+    return ()

@@ -7,12 +7,16 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from safetrain.errors import UsageError
 from safetrain.words import names_in_words
+
+_SAME_ON_LISTS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+_LARGEST_LIST_BYTES = 4 << 20  # what a core's cache holds
 
 ONLY = "optimizer"
 """The name of an optimizer that is the only one."""
@@ -45,7 +49,27 @@ def _one_optimizer(given: Optimizer | Callable[[Any], Optimizer], module: nn.Mod
     if not callable(given):
         raise UsageError(f"optimizer={given!r}: give a callable, such as functools.partial(torch.optim.SGD, lr=0.1)")
     # frozen parameters too: they have no gradient, so nothing moves them, and they may be unfrozen later
-    return given(module.parameters())
+    optimizer: Optimizer = given(module.parameters())
+    _step_on_lists(optimizer)
+    return optimizer
+
+
+def _step_on_lists(optimizer: Optimizer) -> None:
+    """Where many small tensors are stepped on the CPU, do it by torch's list operations, unless the user chose.
+
+    The same bits, and for 200 tensors of 256 numbers in 0.8 ms instead of 1.4 (SGD). Torch does so by itself on GPUs
+    only. Large models are left alone: the lists of temporaries are as large as the model, and would leave the cache.
+    """
+    for group in optimizer.param_groups if type(optimizer) in _SAME_ON_LISTS else ():
+        parameters = group["params"]
+        if (
+            group["foreach"] is None
+            and not group["fused"]
+            and not group["differentiable"]
+            and all(p.device.type == "cpu" and type(p) is nn.Parameter for p in parameters)
+            and sum(p.nbytes for p in parameters) <= _LARGEST_LIST_BYTES
+        ):
+            group["foreach"] = True
 
 
 def build_schedulers(
@@ -110,3 +134,10 @@ def check_optimizers(optimizers: Mapping[str, Optimizer], model: nn.Module) -> N
         raise UsageError(
             f"in no optimizer: {names_in_words(idle)}. Give them to one, or freeze them (requires_grad_(False))"
         )
+
+
+def needed(trainer: object, what: str, given: Any) -> Any:
+    """What a trainer was given, where it needs something."""
+    if given is None:
+        raise UsageError(f"{type(trainer).__name__} has no {what}: give {what}=..., or override build_{what}")
+    return given

@@ -10,7 +10,8 @@ import logging
 import math
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,17 @@ from safetrain.comm import Comm
 from safetrain.config import Checkpoint
 from safetrain.errors import CheckpointError
 from safetrain.manifest import NAME, Manifest
+from safetrain.peers import gone_ranks
 from safetrain.shelf import Keep, Shelf
 from safetrain.snapshot import Snapshot
 from safetrain.staging import Staging
-from safetrain.writer import Job, Outcome, Writer
+from safetrain.words import ranks_in_words
+from safetrain.writer import Job, Limit, Outcome, Writer
 
 logger = logging.getLogger("safetrain")
 
 _PATIENCE_S = 5.0  # a wait that is longer is told
+_LOOK_S = 0.25  # after a failure: between two looks whether a rank is gone
 _GRACE_S = 30.0  # the writers keep to timeout_s by themselves, unless the disk holds them
 
 
@@ -61,6 +65,7 @@ class Checkpoints:
         self._writer = Writer(self._shelf, store, comm.rank, comm.world_size, options.timeout_s)
         self._staging = Staging()
         self._step = 0  # of the save under way
+        self._newest: tuple[int, str] | None = None  # step and path
         self._failures = 0
 
     def save(self, snapshot: Snapshot, *, metric: float | None = None, wait: bool = False) -> None:
@@ -81,6 +86,44 @@ class Checkpoints:
         if waits:
             self.finish()
 
+    def save_at_failure(self, step: int, take: Callable[[], Snapshot]) -> str:
+        """Save the state that ranks which failed together are left with, and say where it is; all ranks call it.
+
+        Nothing that goes wrong on one rank, ``take`` included, lets the others wait for more than they must.
+
+        Raises:
+            CheckpointError: why it is not saved.
+        """
+        limit = Limit("at_failure_s", self._options.at_failure_s)
+        deadline = time.monotonic() + limit.seconds
+        with ACTIVITY.within("save_checkpoint", limit.seconds + 2 * _GRACE_S):
+            if (before := self._await_peers(deadline)) is not None and not before.error:
+                self._newest = (before.step, before.path)
+            if self._newest is not None and self._newest[0] == step:
+                return self._newest[1]
+            try:
+                job = replace(self._job(take(), None, copies=False), last=True)
+            except Exception as error:  # noqa: BLE001  user code takes part; whatever it is, the others wait for this rank
+                unable = f"rank {self._comm.rank} can't say what its state is: {type(error).__name__}: {error}"
+                job = Job(step, 0, None, "", None, {}, {}, last=True, unable=unable)
+            self._writer.start(job, limit)
+            outcome = self._await_peers(deadline + _GRACE_S)
+        assert outcome is not None
+        if outcome.error:
+            raise CheckpointError(outcome.error)
+        return outcome.path
+
+    def _await_peers(self, deadline: float) -> Outcome | None:
+        """How the save under way ends, if one is; not longer than all ranks of this machine live."""
+        if not self._writer.busy:
+            return self._writer.wait(0)
+        while (outcome := self._writer.wait(_LOOK_S)) is None:
+            if gone := gone_ranks(at_once=True):
+                raise CheckpointError(f"{ranks_in_words([one.rank for one in gone])} ended before it was written")
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"the disk under {self._shelf.folder} does not answer")
+        return outcome
+
     def finish(self) -> None:
         """Return when what was saved is written.
 
@@ -91,7 +134,7 @@ class Checkpoints:
         if outcome is None:
             return
         if not outcome.error:
-            self._failures = 0
+            self._failures, self._newest = 0, (outcome.step, outcome.path)
             return
         self._failures += 1
         text = f"step {outcome.step} was not saved: {outcome.error}"
@@ -124,6 +167,8 @@ class Checkpoints:
             raise choice
         if choice is None:
             return None
+        if where == "auto":
+            self._newest = (choice[1].step, str(choice[0]))
         with ACTIVITY.within("load_checkpoint", limit_s):
             problem = ""
             try:

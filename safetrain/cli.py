@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from safetrain.catalog import recipes
 from safetrain.errors import ConfigError, SafetrainError, UsageError
 from safetrain.rank_log import complain
-from safetrain.run_dir import note_for_restart, occupied, run_before_restart, shown
+from safetrain.run_dir import forget_restart, note_for_restart, occupied, run_before_restart, shown
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -115,6 +115,8 @@ def _as_rank(arguments: Sequence[str]) -> int:
         from safetrain.worker import run
 
         run(config, tells=True)
+        if handover.rank == 0:
+            forget_restart()
     return OK
 
 

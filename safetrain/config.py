@@ -159,11 +159,13 @@ class Checkpoint:
     """Saves in a row that may fail under ``warn``; the next one that does ends the job."""
     timeout_s: float = 1800
     """Longest time that a save, or a load, may take."""
+    at_failure_s: float = 60
+    """The same for the save of the last whole step when ranks fail; 0: none."""
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
         at_least(self, "checkpoint", 1, "every_steps", "every_epochs", "keep_last")
-        at_least(self, "checkpoint", 0, "keep_best", "max_failures")
+        at_least(self, "checkpoint", 0, "keep_best", "max_failures", "at_failure_s")
         more_than_zero(self, "checkpoint", "every_minutes", "timeout_s")
 
 

@@ -18,6 +18,7 @@ from safetrain.ballot import Outcome
 from safetrain.comm import is_communication_error
 from safetrain.errors import PeerFailed, RankFailed, RanksDiffer, SkipBatch, UsageError
 from safetrain.failure import is_user_file
+from safetrain.work import Work
 
 _ALLOCATOR_TEXTS = ("DefaultCPUAllocator", "can't allocate memory", "CUDA out of memory", "CUDA error: out of memory")
 
@@ -50,6 +51,8 @@ class Share:
     reason: str = ""  # why it asks to skip, ran out of memory or failed: for people
     error: Exception | None = None
     phase: str = ""
+    work: Work | None = None  # the batch at hand when that was noted
+    at_hand: Work | None = None
     left_out: bool = False  # some micro-batch of it was left out
     losses: list[tuple[str, torch.Tensor, int]] = field(
         default_factory=list
@@ -64,6 +67,7 @@ class Share:
         """Record an outcome; the gravest stands."""
         if outcome > self.outcome:
             self.outcome, self.reason, self.phase, self.error = outcome, reason, phase, error
+            self.work = self.at_hand
 
     def add(self, loss: Loss) -> None:
         """A micro-batch whose backward went well."""

@@ -15,7 +15,7 @@ from safetrain.config import Loader
 from safetrain.errors import DataError, UsageError
 from safetrain.feed import Feed, Fetched
 from safetrain.sampling import Place, plan_batches
-from safetrain.shares import MapShare, StreamShare, start_worker
+from safetrain.shares import MapShare, StreamShare, TensorShare, as_it_is, start_worker
 
 __all__ = ["Feed", "Fetched", "build_feed", "build_loader", "count_samples", "move"]
 
@@ -49,17 +49,21 @@ def build_loader(
             "when its data is split over ranks: hand over its dataset, or a plain torch.utils.data.DataLoader."
         )
     share: MapShare | StreamShare
+    collate = given.collate_fn
     if isinstance(given.dataset, IterableDataset):
         plan = None
         share = StreamShare(given.dataset, place, batch_size=given.batch_size, drop_last=given.drop_last and train)
     else:
         plan = plan_batches(given, place, drop_last=options.drop_last)
-        share = MapShare(given.dataset, place, batched=given.batch_sampler is not None, batch_size=plan.batch_size)
+        kind, batched = MapShare, given.batch_sampler is not None
+        if TensorShare.fits(given):
+            kind, collate = TensorShare, as_it_is
+        share = kind(given.dataset, place, batched=batched, batch_size=plan.batch_size)
     return DataLoader(
         share,
         batch_size=None,  # the share makes lists of samples, which the user's collate_fn turns into a batch
         sampler=plan,
-        collate_fn=given.collate_fn,
+        collate_fn=collate,
         num_workers=given.num_workers,
         persistent_workers=given.persistent_workers,
         prefetch_factor=given.prefetch_factor if given.num_workers else None,
@@ -76,6 +80,26 @@ def build_feed(data: Dataset[Any] | DataLoader[Any], options: Loader, comm: Comm
     """This rank's batches of ``data``, on its device."""
     place = {"rank": comm.rank, "world_size": comm.world_size, "seed": seed}
     return Feed(build_loader(data, options, train=train, **place), comm.device)
+
+
+def check_same_order(feed: Feed, comm: Comm, epoch: int) -> None:
+    """Hold that the ranks take their shares of one order of one dataset; all ranks call it when ``epoch`` has begun.
+
+    Raises:
+        DataError: on all of them, with what differs.
+    """
+    sizes, digests = zip(*comm.gather((feed.shared_samples, feed.order_digest)), strict=True)
+    if len(set(sizes)) > 1:
+        found = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
+        raise DataError(
+            f"epoch {epoch}: the training dataset has different numbers of samples ({found}), so the ranks' shares "
+            "would repeat some and leave out others. Build the same one on all ranks: draw with the config's seed."
+        )
+    if len(set(digests) - {None}) > 1:
+        raise DataError(
+            f"epoch {epoch}: the training sampler gives each rank another order, so samples would be repeated and "
+            "left out. Seed it from the config and the epoch alone, or leave it out and set loader.shuffle=true."
+        )
 
 
 def _plain_loader(dataset: Dataset[Any], options: Loader, place: Place) -> DataLoader[Any]:

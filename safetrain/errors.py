@@ -18,11 +18,24 @@ Preempted                  a SystemExit: the run was told to leave, and is saved
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Self, TypeVar
+
+from safetrain.work import Work
+
+E = TypeVar("E", bound="SafetrainError")
 
 
 class SafetrainError(Exception):
-    """The root of all errors that safetrain raises."""
+    """The root of all errors that safetrain raises.
+
+    Attributes:
+        together: every rank raises it, or its counterpart, at the same point of the same step, outside of any optimizer
+            step: the state of the last whole step can be saved.
+        kept: what became of that state, in words.
+    """
+
+    together = False
+    kept = ""
 
 
 class ConfigError(SafetrainError, ValueError):
@@ -46,17 +59,18 @@ class CommunicationError(SafetrainError):
 
 
 class RankFailed(SafetrainError):
-    """User code failed on this rank; ``__cause__`` is the user's exception."""
+    """User code failed on this rank; ``__cause__`` is the user's exception, ``work`` the batch that was at hand."""
 
-    def __init__(self, message: str, *, step: int, phase: str) -> None:
+    def __init__(self, message: str, *, step: int, phase: str, work: Work | None = None) -> None:
         super().__init__(message)
         self.step = step
         self.phase = phase
+        self.work = work
 
     @classmethod
-    def at(cls, step: int, rank: int, reason: str, phase: str) -> Self:
+    def at(cls, step: int, rank: int, reason: str, phase: str, work: Work | None = None) -> Self:
         """The error of this rank, in the words that the other ranks use, too."""
-        return cls(_failed(rank, step, reason), step=step, phase=phase)
+        return cls(_failed(rank, step, reason), step=step, phase=phase, work=work)
 
 
 class PeerFailed(SafetrainError):
@@ -106,6 +120,12 @@ class Preempted(SystemExit):
         super().__init__(self.EXIT_CODE)
         self.step, self.saved = step, saved
         self.told: dict[int, str] = {}  # rank -> the signal it got
+
+
+def together(error: E) -> E:
+    """``error``, which all ranks raise at this point of this step."""
+    error.together = True
+    return error
 
 
 def _failed(rank: int, step: int, reason: str) -> str:

@@ -2,6 +2,8 @@
 
 Ranks may have different numbers of batches: nothing is paired between them until all are through their own. Unless
 forward itself communicates: then a rank that is through goes on with its last batch, and forgets what that logs.
+
+So it can also be left at any batch, each rank at one of its own: what it gave is nothing then, and it comes again.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import nn
 from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
 from safetrain.contain import Share
-from safetrain.errors import DataError, PeerFailed, RankFailed
+from safetrain.errors import DataError, PeerFailed, RankFailed, together
 from safetrain.feed import Feed, Fetched
 from safetrain.metrics import MetricLog
 from safetrain.precision import Precision
@@ -31,8 +33,11 @@ def evaluate(
     *,
     step: int,
     forward_communicates: bool = False,
-) -> dict[str, float]:
+    leaves: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
     """Call ``step_fn`` on every batch of this rank; what it put into ``log``, over all ranks, as ``val/<name>``.
+
+    None on all ranks, when one ended before its last batch because it ``leaves`` (not where forward communicates).
 
     Raises:
         RankFailed, PeerFailed: on all ranks, when ``step_fn`` or the data failed on one.
@@ -40,6 +45,9 @@ def evaluate(
 
     def goes_on(fetched: Fetched) -> bool:
         return comm.agree(not fetched.empty, "any") if forward_communicates else not fetched.empty
+
+    def failed_here() -> RankFailed:
+        return RankFailed.at(step, comm.rank, share.reason, "validation_step", share.work)
 
     share = Share()
     was_training = model.training
@@ -49,9 +57,10 @@ def evaluate(
         last = Fetched(
             error=DataError("no validation batch on this rank: it can't take part in a forward that needs it")
         )
-        while share.error is None and goes_on(fetched := feed.take()):
+        left = False
+        while share.error is None and not left and goes_on(fetched := feed.take()):
             ACTIVITY.enter("validation")
-            log.paused = fetched.empty
+            log.paused, share.at_hand = fetched.empty, fetched.work
             last = last if fetched.empty else fetched
             try:
                 if last.error is not None:
@@ -63,16 +72,19 @@ def evaluate(
                 # the other ranks must hear of it, or they wait for this one's metrics
                 share.catch(error, "validation_step")
                 share.error = error
+            left = not forward_communicates and leaves()
     model.train(was_training)
     log.paused = False
     if share.error is not None and forward_communicates:
         # the others are inside this forward's collectives
-        raise RankFailed.at(step, comm.rank, share.reason, "validation_step") from share.error
+        raise failed_here() from share.error
     ACTIVITY.enter("vote")
-    reasons = comm.gather(share.reason if share.error is not None else None)
+    reasons, some_left = zip(*comm.gather((share.reason if share.error is not None else None, left)), strict=True)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if share.error is not None:
-        raise RankFailed.at(step, comm.rank, share.reason, "validation_step") from share.error
+        raise together(failed_here()) from share.error
     if failed:
-        raise PeerFailed.at(step, failed)
+        raise together(PeerFailed.at(step, failed))
+    if any(some_left):
+        return None
     return {f"val/{name}": value for name, value in log.reduce(comm).items()}

@@ -47,7 +47,8 @@ def verdict_on(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> Ve
         others.append(
             f"{ranks_in_words(victims).capitalize()} did not fail: ended because {ranks_in_words(sorted(told))} did."
         )
-    return replace(verdict, others=tuple(others), ranks=(*failures, *silent))
+    kept = next((failure.kept for failure in failures if failure.kept), "")
+    return replace(verdict, others=tuple(others), kept=kept, ranks=(*failures, *silent))
 
 
 def preempted(left: Preempted, run_dir: Path) -> Verdict:
@@ -89,6 +90,7 @@ def _of_records(failures: Sequence[Failure]) -> Verdict:
         culprits=tuple(same),
         place=first.place,
         detail=f"{first.error}: {headline(first.message)}",
+        batch="; ".join(f"rank {one.rank} was at {one.batch}" for one in failures if one.batch),
         others=tuple(_failed_too(one) for one in failures if one.rank not in same),
         cause=cause,
         evidence=evidence,

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from safetrain.errors import PeerFailed, RankFailed, RanksDiffer
+from safetrain.errors import PeerFailed, RankFailed, RanksDiffer, SafetrainError
 
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = tuple(
@@ -43,6 +43,8 @@ class Failure:
         time_ns: since the epoch, on the rank's own clock.
         victim: the rank was healthy; it ended because another one failed.
         culprits: the ranks that failed, where a victim was told which; the odd ones out, where ranks differ.
+        batch: the batch that was at hand, in words; ``samples``: all of its keys in the dataset.
+        kept: what became of the state of the last whole step, in words.
     """
 
     rank: int
@@ -57,6 +59,9 @@ class Failure:
     time_ns: int
     victim: bool
     culprits: list[int] = field(default_factory=list)
+    batch: str = ""
+    samples: list[int | str] = field(default_factory=list)
+    kept: str = ""
 
     @classmethod
     def of(cls, error: BaseException, rank: int, *, victim: bool) -> Self:
@@ -78,6 +83,9 @@ class Failure:
             time_ns=time.time_ns(),
             victim=victim or isinstance(error, PeerFailed),
             culprits=list(error.ranks) if isinstance(error, (PeerFailed, RanksDiffer)) else [],
+            batch=failed.work.in_words() if failed and failed.work else "",
+            samples=failed.work.samples if failed and failed.work else [],
+            kept=error.kept if isinstance(error, SafetrainError) else "",
         )
 
     def write(self, run_dir: Path) -> None:

@@ -16,19 +16,22 @@ from safetrain.batches import count_samples, move
 from safetrain.errors import UsageError
 from safetrain.legs import Leg
 from safetrain.sampling import Plan
-from safetrain.seeding import derive_seed, generator_states, restore_generators
+from safetrain.seeding import GeneratorNote, GeneratorNotes, derive_seed, generator_states, restore_generators
 from safetrain.shares import MapShare, StreamShare
+from safetrain.work import Work
 
 _END = object()  # no batch: what next() gives after the last one
 
 
 class Fetched(NamedTuple):
-    """What a feed gave: a batch (with its samples, where they can be counted), an error, or the epoch's end."""
+    """What a feed gave: a batch (with its samples, where they can be counted), an error, or the epoch's end; ``work``:
+    which batch it is, or would have been."""
 
     batch: Any = None
     samples: int | None = None
     error: Exception | None = None
     empty: bool = False
+    work: Work | None = None
 
 
 class Position(NamedTuple):
@@ -44,6 +47,10 @@ class Position(NamedTuple):
     batches: int
     legs: tuple[Leg, ...] = ()
     random: Mapping[str, Any] | None = None
+
+
+Mark = tuple[Position, GeneratorNote | None]
+"""A position, and where the generators were before the batch that is fetched ahead."""
 
 
 class Sharing(NamedTuple):
@@ -62,7 +69,7 @@ class Feed:
 
     Attributes:
         batch_size: samples of a full batch; None where the user's loader does not say.
-        remembers: note what the batch that is fetched ahead draws from: set before a window that ends in a checkpoint.
+        remembers: note what each batch that is fetched ahead draws from: for a run that is saved.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
@@ -75,12 +82,19 @@ class Feed:
         self._device = device
         self._batches: Iterator[Any] | None = None
         self._ahead: Fetched | None = None
-        self._random_before_ahead: Mapping[str, Any] | None = None
+        self._notes = GeneratorNotes(device)
+        self._random_before_ahead: GeneratorNote | None = None
         self._resume_at: Position | None = None
         self._position = Position(0, 0)
+        self._fetched = 0  # batches of this epoch
         self._memory_at_start: list[Any] = []
         self.remembers = False
         self.batch_size: int | None = self._share.batch_size
+
+    @property
+    def loader_processes(self) -> int:
+        """Of this rank; 0: it reads by itself."""
+        return self._loader.num_workers
 
     @property
     def batches_per_epoch(self) -> int | None:
@@ -122,7 +136,7 @@ class Feed:
 
     def _begin(self, position: Position) -> None:
         self._position, self._memory_at_start = position, self.memory()
-        self._ahead = None
+        self._ahead, self._fetched = None, position.batches
         self._batches = iter(())  # first: workers of an epoch left early go before new ones come
         try:
             self._batches = self._start(position)
@@ -131,7 +145,6 @@ class Feed:
         if position.random is not None:
             restore_generators(position.random)
         self.look_ahead()
-        self._random_before_ahead = position.random
 
     def _start(self, position: Position) -> Iterator[Any]:
         loader, place = self._loader, self._share.place
@@ -156,7 +169,7 @@ class Feed:
         """Fetch one batch to the device and keep it for ``take``: False when this rank has no more in this epoch."""
         if self._ahead is None:
             draws_here = self.remembers and self._loader.num_workers == 0
-            self._random_before_ahead = generator_states() if draws_here else None
+            self._random_before_ahead = self._notes.take() if draws_here else None
             self._ahead = self._fetch()
         return not self._ahead.empty
 
@@ -175,7 +188,16 @@ class Feed:
     def position(self) -> Position:
         """Where this rank stands in its epoch; exact to the draws of the batch that is fetched ahead, if ``remembers``
         was true when it was."""
-        return self._position._replace(random=self._random_before_ahead)
+        note = self._random_before_ahead
+        return self._position._replace(random=None if note is None else note.states())
+
+    def mark(self) -> Mark:
+        """Where this rank stands; to note it costs nothing."""
+        return self._position, self._random_before_ahead
+
+    def go_back(self, mark: Mark) -> None:
+        """Let ``position`` be what it was; the batches that have come since do not come again in this process."""
+        self._position, self._random_before_ahead = mark
 
     def memory(self, *, at_start: bool = False) -> list[Any]:
         """What samplers keep from epoch to epoch, as it is now, or as it was when this epoch began."""
@@ -205,15 +227,27 @@ class Feed:
     def _fetch(self) -> Fetched:
         if self._batches is None:
             raise UsageError("Feed.begin_epoch(epoch) comes before the first batch")
+        work = None
         try:
             batch = next(self._batches, _END)
             if batch is _END:
                 return Fetched(empty=True)
+            work = self._work()
             batch = move(batch, self._device, non_blocking=self._loader.pin_memory)
-            return Fetched(batch, count_samples(batch))
+            return Fetched(batch, count_samples(batch), work=work)
         except Exception as error:  # noqa: BLE001 - handed on, so that all ranks decide on it
             if "Original Traceback" in str(error):
                 # The worker's traceback is in the text. The one of here closes a cycle over torch's iterator, which
                 # would then be torn down in disorder and wait 5 s for each of its workers.
                 error.__traceback__ = None
-            return Fetched(error=error)
+            return Fetched(error=error, work=work or self._work())
+
+    def _work(self) -> Work | None:
+        """Which batch the loader has just given, or failed to give; None where that can't be told."""
+        number, self._fetched = self._fetched, self._fetched + 1
+        if self._plan is None:
+            size = self._share.batch_size if self._loader.num_workers <= 1 else None
+            return Work(self._position.epoch, number, size and range(number * size, (number + 1) * size))
+        handed_out = self._plan.handed_out
+        work = handed_out.popleft() if handed_out else None  # none: the sampler failed
+        return work if self._loader.in_order or self._loader.num_workers <= 1 else None

@@ -57,14 +57,15 @@ def train(config: Config, variables: Sequence[Variable] = ()) -> float | None:
             if not failed:
                 break
             print(f"{fresh_line(sys.stderr)}{failed}\n", file=sys.stderr)
-            before = _way_of_failing(run_dir)
+            before, batch = _way_of_failing(run_dir), _batch_at_hand(run_dir)
             _set_aside(run_dir)
             saved = _newest(run_dir)
             print(f"Restart {number} of {config.launch.max_restarts}: {_from_where(config, saved)}.", flush=True)
             prepare(config := replace(config, resume="auto") if saved else config)
             failed = _attempt(config, ranks)
             if failed and _way_of_failing(run_dir) == before:
-                raise TrainingFailed(f"{failed}\nIt failed in this way before, at the same place: no further restart.")
+                again = "It failed in this way before, at the same place: no further restart."
+                raise TrainingFailed(f"{failed}\n{again}{_poison(batch, _batch_at_hand(run_dir))}")
     if failed:
         raise TrainingFailed(failed)
     metrics = json.loads((run_dir / "result.json").read_text())["metrics"]
@@ -133,6 +134,24 @@ def _way_of_failing(run_dir: Path) -> tuple[str, ...]:
     sentence = _VARIES.sub("", facts["sentence"])
     progress = "" if " at step " in sentence else _newest(run_dir)
     return sentence, facts["place"], facts["detail"], progress
+
+
+def _batch_at_hand(run_dir: Path) -> str:
+    """Which samples the ranks that failed were at, in words; empty where none were, or nobody could say."""
+    try:
+        return str(json.loads((run_dir / "failure.json").read_text())["batch"])
+    except (OSError, ValueError):
+        return ""
+
+
+def _poison(before: str, now: str) -> str:
+    """What to do about samples that were at hand both times."""
+    if not now or before != now:
+        return ""
+    return (
+        f"\nBoth times {now}. Look at these samples (failure.json has all of them), or leave them out: raise "
+        "safetrain.SkipBatch in the dataset or in training_step."
+    )
 
 
 def _newest(run_dir: Path) -> str:

@@ -4,44 +4,49 @@ A checkpoint is taken after an optimizer step, before anything that follows from
 waits for the validation, whose metric tells which one is best. So a run is saved inside an epoch or between two, and in
 both cases goes on as it would have gone on.
 
-What a clock or a user wants becomes known in one window's vote and is done after the next window: a batch is fetched
-ahead within the window, and where the generators were before that must be noted (see ``Feed.remembers``).
+What a clock or a user wants becomes known in one window's vote and is done after the next window.
+
+When ranks fail together, the state of the last whole step is saved by the same means: the writers meet on the store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import monotonic
 from typing import Any, NoReturn
 
 from safetrain import tree
 from safetrain.activity import ACTIVITY
-from safetrain.best import BestMetric
 from safetrain.checkpoint import Checkpoints
 from safetrain.config import Checkpoint
-from safetrain.errors import Preempted
+from safetrain.errors import CheckpointError, Preempted, SafetrainError, TrainingStopped, UsageError
 from safetrain.feed import Feed
 from safetrain.report import Reporter
 from safetrain.snapshot import Snapshot
 from safetrain.state import RunState
 from safetrain.window import Window, WindowResult
 
+logger = logging.getLogger("safetrain")
+
 
 class Keeper:
     """Decides after each window whether all ranks save, and does it."""
 
     def __init__(
-        self, state: RunState, best: BestMetric, window: Window, feed: Feed, reporter: Reporter,
+        self, state: RunState, window: Window, feed: Feed, reporter: Reporter,
         checkpoints: Checkpoints | None, options: Checkpoint, *, max_steps: int | None, rank: int, config_text: str,
     ) -> None:  # fmt: skip
-        self._state, self._best = state, best
-        self._window, self._feed, self._reporter = window, feed, reporter
+        self._state, self._window, self._reporter = state, window, reporter
         self._checkpoints, self._options = checkpoints, options
         self._max_steps, self._config_text = max_steps, config_text
         self._keeps_time = rank == 0 and options.every_minutes is not None
         self._saves_by_itself = bool(
             options.every_steps or options.every_minutes or options.every_epochs or options.at_end
         )
+        feed.remembers = checkpoints is not None
         self._saved_at = monotonic()
         self._asked_here = self._agreed = self._planned = self._leaves = False
 
@@ -71,7 +76,6 @@ class Keeper:
         every, done = self._options.every_steps, step + 1
         last = self._options.at_end and done == self._max_steps
         self._planned = self._agreed or last or (every is not None and done % every == 0)
-        self._feed.remembers = self._planned and self._checkpoints is not None
 
     def window_done(self, step: int, epoch: int, result: WindowResult) -> None:
         """``step`` steps are done; all ranks call it.
@@ -95,12 +99,18 @@ class Keeper:
         Raises:
             Preempted: as ``window_done`` does; not at the run's own end.
         """
-        metric = self._best.judge(validation)
+        metric = metric_in(validation, self._options.metric)
         every = self._options.every_epochs
         if self._planned or self._agreed or (every and epochs % every == 0) or (last and self._options.at_end):
             self._save(step, epochs, metric)
         if self._leaves and not last:
             self._leave(step)
+
+    def leave_validation(self, step: int, epoch: int) -> NoReturn:
+        """Some rank was told to leave, and all have left their validation: it is run again by who goes on."""
+        self._window.go_back()
+        self._save(step, epoch, None)
+        self._leave(step)
 
     def _leave(self, step: int) -> NoReturn:
         self.finish()
@@ -115,14 +125,56 @@ class Keeper:
         self._planned = self._agreed = False
         if self._checkpoints is None:
             return
-        if dropped_late := self._window.settle():
-            self._reporter.skipped(step - 1, epoch, dropped_late)
+        self._settle(step, epoch)
         self._reporter.checkpoint(step, epoch)
         with ACTIVITY.within("save_checkpoint"):
             self._checkpoints.save(self.snapshot(step, epoch), metric=metric)
         self._saved_at = monotonic()
 
+    @contextmanager
+    def rescuing(self, where: Callable[[], tuple[int, int]]) -> Iterator[None]:
+        """Save what is whole when the ranks fail together in this block; ``where`` they are: step and epoch."""
+        try:
+            yield
+        except SafetrainError as error:
+            # between two epochs nobody knows how far on_epoch_start has come
+            if error.together and self._window.inside_epoch and self._checkpoints and self._options.at_failure_s:
+                error.kept = self._rescue(self._checkpoints, *where())
+                error.add_note(error.kept)
+            raise
+
+    def _rescue(self, checkpoints: Checkpoints, step: int, epoch: int) -> str:
+        """Save the state of the last whole step, in no collective, and say what became of it."""
+
+        def take() -> Snapshot:
+            if not self._window.go_back():
+                raise UsageError("it failed within an optimizer step")
+            with suppress(TrainingStopped):  # the last step was none: what follows from that is done all the same
+                self._settle(step, epoch)
+            self._reporter.checkpoint(step, epoch)
+            return self.snapshot(step, epoch)
+
+        try:
+            path = Path(checkpoints.save_at_failure(step, take))
+        except CheckpointError as error:
+            return f"The state at step {step} is not saved: {error}."
+        return f"The state at step {step} is saved in {path.parent.name}/{path.name}: go on with resume=auto."
+
+    def _settle(self, step: int, epoch: int) -> None:
+        if dropped_late := self._window.settle():
+            self._reporter.skipped(step - 1, epoch, dropped_late)
+
     def snapshot(self, step: int, epoch: int) -> Snapshot:
         """The state of the run as it is now; tensors are the live ones."""
         own: dict[str, Any] = self._state.save_own()
         return Snapshot(step, epoch, self._state.save_shared(), own, self._config_text)
+
+
+def metric_in(validation: Mapping[str, float], name: str | None) -> float | None:
+    """The value that tells which checkpoint is best; None: there is none."""
+    if name is None or not validation:
+        return None
+    if name not in validation:
+        logged = ", ".join(sorted(validation))
+        logger.warning("checkpoint.metric=%s: validation did not log it. Logged: %s.", name, logged)
+    return validation.get(name)

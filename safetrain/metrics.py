@@ -105,6 +105,17 @@ class MetricLog:
     def clear(self) -> None:
         self._entries.clear()
 
+    def lengths(self) -> dict[str, int]:
+        """How much there is, for ``truncate``."""
+        return {name: len(entries.values) for name, entries in self._entries.items()}
+
+    def truncate(self, lengths: Mapping[str, int]) -> None:
+        """Forget what has come since ``lengths()``."""
+        self._entries = {name: self._entries[name] for name in lengths}
+        for name, length in lengths.items():
+            entries = self._entries[name]
+            del entries.values[length:], entries.weights[length:]
+
     def state_dict(self) -> dict[str, Any]:
         return {name: (kept.how, list(kept.values), list(kept.weights)) for name, kept in self._entries.items()}
 
@@ -129,21 +140,24 @@ class MetricLog:
                 parts[name].append(part)
         return {name: _merge(name, parts[name]) for name in sorted(parts)}
 
-    def sum_fast(self, comm: Ranks) -> dict[str, float]:
-        """``reduce`` in one all-reduce of doubles, for when all ranks' ``signature()`` is known to be equal.
+    def sum_fast(self, comm: Ranks, beside: Sequence[float] = ()) -> tuple[dict[str, float], list[float]]:
+        """``reduce`` in one all-reduce of doubles, for when all ranks' ``signature()`` is known to be equal; and the
+        sums over ranks of the numbers ``beside`` it.
 
         Sums are rounded once a rank. Where a metric is a min or a max it falls back to ``reduce``.
         """
         if any(entries.how in ("min", "max") for entries in self._entries.values()):
-            return self.reduce(comm)
+            return self.reduce(comm), comm.sum_vector(beside) if beside else []
         names = self.names()
         parts = [_summarise(self._entries[name]) for name in names]
-        flat = comm.sum_vector([number for part in parts for number in (math.fsum(part.terms), float(part.weight))])
-        totals = zip(flat[::2], flat[1::2], strict=True)
-        return {
+        own = [number for part in parts for number in (math.fsum(part.terms), float(part.weight))]
+        flat = comm.sum_vector([*own, *beside])
+        totals = zip(flat[: len(own) : 2], flat[1 : len(own) : 2], strict=True)
+        metrics = {
             name: _mean(total, weight) if part.how == "mean" else total
             for name, part, (total, weight) in zip(names, parts, totals, strict=True)
         }
+        return metrics, flat[len(own) :]
 
 
 def exact_sum(values: Iterable[float]) -> list[float]:

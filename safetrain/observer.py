@@ -42,7 +42,7 @@ class RunInfo:
 class Event:
     """Something worth telling: metrics such as ``train/loss`` or ``val/accuracy``, or a text without the step."""
 
-    kind: Literal["train", "validation", "skip", "warning", "note", "checkpoint", "end"]
+    kind: Literal["train", "validation", "skip", "warning", "note", "checkpoint", "timing", "end"]
     step: int
     epoch: int  # from 0
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from safetrain.metrics import MetricLog
 from safetrain.policies import Policies
 from safetrain.precision import Precision
 from safetrain.reduction import Reduction
+from safetrain.work import Work
 
 if TYPE_CHECKING:
     from safetrain.trainer import Trainer
@@ -121,6 +122,6 @@ class Parts:
         if difference := collectives.judge(self.comm.gather(collectives.voted())):
             raise RanksDiffer(difference, step=step)
 
-    def failed(self, step: int, reason: str, phase: str) -> RankFailed:
-        """The error that says this rank failed."""
-        return RankFailed.at(step, self.comm.rank, reason, phase)
+    def failed(self, step: int, reason: str, phase: str, work: Work | None) -> RankFailed:
+        """The error that says this rank failed, with the batch ``work`` at hand."""
+        return RankFailed.at(step, self.comm.rank, reason, phase, work)

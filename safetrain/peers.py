@@ -11,7 +11,7 @@ import socket
 import time
 from pathlib import Path
 
-from safetrain.failure import Exit
+from safetrain.failure import Exit, read_failures
 from safetrain.joining import known_places
 from safetrain.stacks import ENDED, state_of
 
@@ -29,6 +29,11 @@ def gone_ranks(*, at_once: bool = False) -> list[Exit]:
         if ends or at_once or time.monotonic() > deadline:
             return ends
         time.sleep(0.002)
+
+
+def someone_failed(run_dir: Path | None) -> bool:
+    """Whether a rank of this machine is gone, or some rank has left a record of its failure in ``run_dir``."""
+    return bool(gone_ranks(at_once=True) or (run_dir is not None and read_failures(run_dir)))
 
 
 def _exit_code(pid: int) -> int | None:

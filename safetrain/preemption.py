@@ -9,6 +9,7 @@ tells its ranks).
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -16,14 +17,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from safetrain import rank_log
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ECHO_S = 5.0
+_LOOK_S = 1.0
 _STOP = b"\0"
 
+_shared_requests = itertools.count()
 _heard_here: set[signal.Signals] = set()
+
+
+class Board(Protocol):
+    """What of a ``Comm`` is used here."""
+
+    def post(self, key: str, text: str) -> None: ...
+    def read(self, key: str) -> str | None: ...
 
 
 class LeaveRequest:
@@ -35,6 +46,26 @@ class LeaveRequest:
     @property
     def wanted(self) -> bool:
         return bool(self.signal_name)
+
+
+class SharedRequest:
+    """The ranks' requests in one: true on all ranks within about a second of the first one's, in no collective.
+
+    Costs what a look at the clock costs, and once in a second one at the store. All ranks make as many of them.
+    """
+
+    def __init__(self, own: LeaveRequest, board: Board) -> None:
+        self._own, self._board, self._key = own, board, f"leave/{next(_shared_requests)}"
+        self._looked_at = time.monotonic()
+
+    def __call__(self) -> bool:
+        if self._own.wanted:
+            self._board.post(self._key, "")
+            return True
+        if time.monotonic() - self._looked_at < _LOOK_S:
+            return False
+        self._looked_at = time.monotonic()
+        return self._board.read(self._key) is not None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import atexit
 import io
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from typing import TextIO
 
 _FOLLOW_EVERY_S = 0.1  # as late as rank 0's output may be on the terminal; a look costs 20 µs
 _TEXTS_REMEMBERED = 1000
+LOG_ONLY = "safetrain.log_only"  # the logger of lines that nobody needs to see come
+_NOT_SHOWN = re.compile(rb"^.* INFO safetrain\.log_only: .*\n", re.MULTILINE)
 
 _live: RankLog | None = None
 _step_aside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -140,7 +143,7 @@ class RankLog:
         with self._copying:
             text = self._unfinished_line + self._reader.read()
             end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 if whole_lines else len(text)
-            text, self._unfinished_line = text[:end], text[end:]
+            text, self._unfinished_line = _NOT_SHOWN.sub(b"", text[:end]), text[end:]
             if not text:
                 return
             try:

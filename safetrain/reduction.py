@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from safetrain.ballot import BallotBox, Tally, Vote, exact_bits, fits_in_gradients
+from safetrain.buckets import cap_with_room
 from safetrain.comm import Comm
 from safetrain.errors import UsageError
 from safetrain.layout import BufferGuard, ParameterLayout
@@ -79,7 +80,7 @@ class Reduction:
             self._step_module,
             device_ids=None if device.type == "cpu" else [device.index],
             process_group=self._comm.ddp_group,
-            bucket_cap_mb=strategy.bucket_cap_mb,  # torch takes any number
+            bucket_cap_mb=self._bucket_cap_mb(),  # torch takes any number
             gradient_as_bucket_view=strategy.gradient_as_bucket_view,
             static_graph=strategy.static_graph,
             **_buffer_argument(strategy.broadcast_buffers),
@@ -91,6 +92,12 @@ class Reduction:
         self._unused: list[bool] = []
         self._compared_unused: list[bool] = []
         self._unused_everywhere: list[bool] = []
+
+    def _bucket_cap_mb(self) -> float | None:
+        if not self._rides:
+            return self._strategy.bucket_cap_mb
+        with_ballot = [p.nbytes for _, p in reversed(self._layout.trained) if p.dtype is self._ballot.dtype]
+        return cap_with_room(with_ballot, self._strategy.bucket_cap_mb)
 
     # --- one window -------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
 from safetrain.metrics import MetricLog
 from safetrain.observer import Event, Observer, RunInfo
+from safetrain.timing import Machine, StepClock, TimeTable
 from safetrain.window import WindowResult
 
 if TYPE_CHECKING:
@@ -58,12 +60,14 @@ class Reporter:
     """Fans out to the observers. Values are read (``.item()``) only at the logging interval."""
 
     def __init__(
-        self, observers: Sequence[Observer], comm: Comm, optimizers: Mapping[str, Optimizer], log_every_steps: int
-    ) -> None:
+        self, observers: Sequence[Observer], comm: Comm, optimizers: Mapping[str, Optimizer], log_every_steps: int,
+        machine: Machine,
+    ) -> None:  # fmt: skip
         self._observers, self._comm, self._optimizers = observers, comm, optimizers
-        self._log_every_steps = log_every_steps
+        self._log_every_steps, self._machine = log_every_steps, machine
         self._skipped_steps = 0
         self._events = 0
+        self._clock, self._timing = StepClock(ACTIVITY), TimeTable(comm.rank, comm.world_size)
         self.restart_clock()
 
     def start(self, run: RunInfo) -> None:
@@ -73,6 +77,7 @@ class Reporter:
     def restart_clock(self) -> None:
         """Training goes on after something else: do not count that into the throughput."""
         self._since, self._weight = time.perf_counter(), 0
+        self._clock.lap()
 
     def window(self, step: int, epoch: int, result: WindowResult, log: MetricLog) -> None:
         """One window is done; ``step`` counts it. All ranks call it alike."""
@@ -89,6 +94,8 @@ class Reporter:
             observer.step(step, epoch)
         if step % self._log_every_steps == 0:
             self._tell(Event("train", step, epoch, self._metrics(result, log)))
+            if straggler := self._timing.straggler():
+                self._tell(Event("timing", step, epoch, text=str(straggler)))
             self.restart_clock()
 
     def skipped(self, step: int, epoch: int, reason: str) -> None:
@@ -97,10 +104,16 @@ class Reporter:
         self._tell(Event("skip", step, epoch, {"train/skipped_steps": self._skipped_steps}, reason))
 
     def _metrics(self, result: WindowResult, log: MetricLog) -> dict[str, float]:
+        spent = {part: seconds / self._log_every_steps for part, seconds in self._clock.lap().items()}
         # the vote compared the names of an applied window; else ranks may have logged different ones
-        reduced = log.sum_fast(self._comm) if result.applied and result.same_log_keys else log.reduce(self._comm)
+        if result.applied and result.same_log_keys:
+            reduced, table = log.sum_fast(self._comm, beside=self._timing.row(spent))
+        else:
+            reduced, table = log.reduce(self._comm), self._comm.sum_vector(self._timing.row(spent))
+        self._timing.add(table)
         log.clear()
         metrics = {f"train/{name}": value for name, value in reduced.items()}
+        metrics |= {f"time/{part}_ms": 1000 * seconds for part, seconds in self._timing.mean_s.items()}
         for name, optimizer in self._optimizers.items():
             suffix = "" if len(self._optimizers) == 1 else f"/{name}"
             metrics[f"train/lr{suffix}"] = float(optimizer.param_groups[0]["lr"])
@@ -126,12 +139,23 @@ class Reporter:
 
     def end(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         ACTIVITY.enter("log")
+        if summary := self._timing.summary(self._machine):
+            self._tell(Event("timing", step, epoch, text=summary))
         self._tell(Event("end", step, epoch, metrics))
 
     def close(self) -> None:
         """The run is over, well or not."""
         for observer in self._observers:
             observer.close()
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """What happens in the block has happened before, in another process, and was told there."""
+        observers, self._observers = self._observers, ()
+        try:
+            yield
+        finally:
+            self._observers = observers
 
     def _tell(self, event: Event) -> None:
         self._events += 1

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetrain.audit import ReplicaAudit
-from safetrain.best import BestMetric
 from safetrain.checkpoint import Checkpoints, Saved
 from safetrain.data_state import FeedState
 from safetrain.differences import differences
@@ -40,9 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("safetrain")
 
 
-def state_of(
-    trainer: Trainer, window: Window, feed: Feed, val_feed: Feed | None, reporter: Reporter, best: BestMetric
-) -> RunState:
+def state_of(trainer: Trainer, window: Window, feed: Feed, val_feed: Feed | None, reporter: Reporter) -> RunState:
     """Every part of a run that a new process must take over to go on as this one would."""
     comm, model = trainer.comm, trainer.model
 
@@ -60,7 +57,6 @@ def state_of(
         "precision": PrecisionState(trainer.precision),
         "window": window,
         "report": reporter,
-        "best": best,
         "metrics": Value(lambda: dict(trainer.metrics), trainer.metrics.update),
         "stopped": Value(lambda: trainer._stopped, set_stopped),
         "extra": Value(trainer.extra_state, trainer.load_extra_state),
@@ -104,11 +100,12 @@ class Resumption:
         """How many events the run had told."""
         return int(self.saved.shared["report"]["events"])
 
-    def take_over(self, trainer: Trainer, state: RunState, replicas: ReplicaAudit) -> None:
+    def take_over(self, trainer: Trainer, state: RunState, replicas: ReplicaAudit, reporter: Reporter) -> None:
         """Bring every part to where it was, and say what is not as it was.
 
-        Inside an epoch its beginning is repeated first: what ``on_epoch_start`` sets up is there again, and what it
-        changes in the state is put right. The replicas are compared before buffers that may differ do differ.
+        Inside an epoch its beginning is repeated: what ``on_epoch_start`` sets up is there again, what it changes in
+        the state is put right, and what it tells has been told before. The replicas are compared before buffers that
+        may differ do differ.
 
         Raises:
             CheckpointError: naming the part that does not fit.
@@ -123,7 +120,10 @@ class Resumption:
             if changes:
                 logger.warning("not all is as it was when %s was saved:\n  %s", saved.path.name, "\n  ".join(changes))
         if saved.shared["window"]["inside_epoch"]:
-            trainer.on_epoch_start()
+            for part in ("model", "metrics"):  # if anything, it looks at these
+                state.shared[part].load_state_dict(saved.shared[part])
+            with reporter.silent():
+                trainer.on_epoch_start()
         state.load_shared(saved.shared)
         replicas.run(saved.step)
         state.load_own(saved.own, world_size)

@@ -73,6 +73,12 @@ def note_for_restart(run_dir: str) -> None:
         _note().write_text(run_dir)
 
 
+def forget_restart() -> None:
+    """The ranks have done their work: nobody will start them again."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _note().unlink(missing_ok=True)
+
+
 def run_before_restart() -> str:
     """Where the ranks were before torchrun started them again, if they had saved anything; else empty."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not _note().exists():

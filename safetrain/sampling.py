@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from safetrain.errors import DataError
 from safetrain.legs import Leg, left_of
 from safetrain.seeding import OwnRandom, derive_seed
+from safetrain.work import Work
 
 _READ_AHEAD = 256  # items a rank that a foreign sampler is asked for at a time: entering its generators costs 0.1 ms
 
@@ -44,19 +46,13 @@ class Place(NamedTuple):
         return "training" if self.train else "validation"
 
 
-class Work(NamedTuple):
-    """What is asked of the dataset for one batch: ``keys`` is a list, or one key where the loader does not batch."""
-
-    epoch: int
-    number: int
-    keys: Any
-
-
 class Plan(Sampler[Work]):
     """The batches of one rank in one epoch, from which the first can be left out without reading them.
 
     Attributes:
         items_per_batch: how many of the items that ranks take turns over make a batch.
+        handed_out: what the loader has been given and has not returned yet, in this order; whoever takes a batch of the
+            loader takes its entry, too.
     """
 
     def __init__(self, batches: Iterable[Any], batch_size: int | None, items_per_batch: int = 1) -> None:
@@ -65,11 +61,13 @@ class Plan(Sampler[Work]):
         self.items_per_batch = items_per_batch
         self.epoch = 0
         self.skip_batches = 0
+        self.handed_out: deque[Work] = deque()
 
     def set_epoch(self, epoch: int, skip_batches: int = 0, legs: Sequence[Leg] = ()) -> None:
         """The next ``iter()`` is for ``epoch``, without what ``legs`` have taken and without the first batches."""
         self.epoch = epoch
         self.skip_batches = skip_batches
+        self.handed_out.clear()
         for sampler in _nested(self.batches):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
@@ -110,7 +108,9 @@ class Plan(Sampler[Work]):
     def __iter__(self) -> Iterator[Work]:
         for number, keys in enumerate(self.batches):
             if number >= self.skip_batches:
-                yield Work(self.epoch, number, keys)
+                work = Work(self.epoch, number, keys)
+                self.handed_out.append(work)
+                yield work
 
     def __len__(self) -> int:
         """Batches in the whole epoch. Raises TypeError where the user's sampler has no length."""

@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from safetrain.activity import ACTIVITY
 from safetrain.call_site import place_here, place_of_error
 from safetrain.collectives import CollectiveLog
-from safetrain.errors import PeerFailed, RankFailed, RanksDiffer
+from safetrain.errors import PeerFailed, RankFailed, RanksDiffer, together
 from safetrain.words import ranks_in_words
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.25  # between two looks: a thousand ranks cost the store 4,000 a second
@@ -65,7 +65,7 @@ class Meeting:
                 if not isinstance(error, Exception):
                     raise
                 text = f"rank 0 failed at step {ACTIVITY.step}: {reason}"
-                raise RankFailed(text, step=ACTIVITY.step, phase=f"rank_zero({name!r})") from error
+                raise together(RankFailed(text, step=ACTIVITY.step, phase=f"rank_zero({name!r})")) from error
         self._store.set(f"{key}/left", "")
 
     def _await_rank_zero(self, key: str, name: str, place: str, limit_s: float) -> None:
@@ -81,7 +81,7 @@ class Meeting:
                 text = f"{here}, and it takes longer than limit_s={limit_s:g}: raise that if it may"
                 raise PeerFailed(text, ranks=[0], step=step)
         if reason := self._store.get(f"{key}/left").decode():
-            raise PeerFailed(f"rank 0 failed at step {step}: {reason}", ranks=[0], step=step)
+            raise together(PeerFailed(f"rank 0 failed at step {step}: {reason}", ranks=[0], step=step))
 
     def barrier(self, name: str, limit_s: float | None = None) -> None:
         """Return when every rank has come to the barrier of this ``name``.

@@ -18,9 +18,11 @@ what it would have drawn.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -98,9 +100,7 @@ class RankRandom:
 
 def generator_states() -> dict[str, Any]:
     """Where random, numpy and torch (CPU) are, as tensors and plain values. Takes 0.1 ms, nearly all of it numpy's."""
-    name, keys, *rest = np.random.get_state()
-    numpy_state = (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
-    return {"random": random.getstate(), "numpy": numpy_state, "torch": torch.default_generator.get_state()}
+    return _in_plain_values(_states())
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
@@ -110,6 +110,55 @@ def restore_generators(states: Mapping[str, Any]) -> None:
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     torch.default_generator.set_state(states["torch"])
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorNote:
+    """Where the generators of a rank's main process were at some instant; ``device``: None on the CPU."""
+
+    host: tuple[Any, ...]
+    device: torch.Tensor | None
+
+    def states(self) -> dict[str, Any]:
+        """What ``generator_states`` would have returned then."""
+        return _in_plain_values(self.host)
+
+    def restore(self, device: torch.device) -> None:
+        """Bring the generators back to there."""
+        _restore(self.host)
+        if self.device is not None:
+            torch.cuda.set_rng_state(self.device, device)
+
+
+class GeneratorNotes:
+    """Notes where the generators are, cheaply enough for every step: 8 µs.
+
+    To copy numpy's state takes 25 µs, so that is done only where its memory has changed since the note before, or where
+    it keeps a normal number to give out next: that is not in its memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._numpy: Any = np.random.get_state()
+        self._numpy_memory = _numpy_memory()
+
+    def take(self) -> GeneratorNote:
+        memory = _numpy_memory()
+        if memory != self._numpy_memory or self._numpy[3]:
+            self._numpy, self._numpy_memory = np.random.get_state(), memory
+        on_device = None if self._device.type == "cpu" else torch.cuda.get_rng_state(self._device)
+        return GeneratorNote((random.getstate(), self._numpy, torch.default_generator.get_state()), on_device)
+
+
+def _numpy_memory() -> bytes:
+    """The words of numpy's legacy generator (an MT19937: 624, and how many of them are used up)."""
+    return ctypes.string_at(np.random.get_bit_generator().ctypes.state_address, 625 * 4)  # type: ignore[attr-defined]
+
+
+def _in_plain_values(states: tuple[Any, ...]) -> dict[str, Any]:
+    name, keys, *rest = states[1]
+    numpy_state = (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)
+    return {"random": states[0], "numpy": numpy_state, "torch": states[2]}
 
 
 def _states() -> tuple[Any, ...]:

@@ -7,13 +7,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from safetrain.legs import Leg, left_of
 from safetrain.lifetime import die_with_parent, heed_only_parent
-from safetrain.sampling import Place, Work
+from safetrain.sampling import Place
 from safetrain.seeding import OwnRandom, derive_seed, seed_generators
 from safetrain.stacks import answer_signals
+from safetrain.work import Work
 
 
 class MapShare(Dataset[Any]):
@@ -39,13 +40,41 @@ class MapShare(Dataset[Any]):
         self.set_epoch(work.epoch)
         if get_worker_info() is not None:
             seed_generators(derive_seed(self.place.seed, "batch", self.place.rank, work.epoch, work.number))
+        reading = work.keys
         try:
             if not self.batched:
                 return self.source[work.keys]
             whole_batch = getattr(self.source, "__getitems__", None)
-            return whole_batch(work.keys) if whole_batch else [self.source[key] for key in work.keys]
+            return whole_batch(work.keys) if whole_batch else [self.source[reading := key] for key in work.keys]
         except StopIteration as error:  # would look like the end of the epoch
             raise RuntimeError(f"{type(self.source).__name__}.__getitem__ raised StopIteration") from error
+        except Exception as error:
+            error.add_note(f"(the dataset was asked for {reading!r})")
+            raise
+
+
+class TensorShare(MapShare):
+    """The same for a ``TensorDataset`` whose samples would be stacked: each tensor is indexed once for a whole batch.
+
+    The same values, in 20 µs a batch instead of 4 µs a sample.
+    """
+
+    @staticmethod
+    def fits(loader: DataLoader[Any]) -> bool:
+        """Whether that is what the loader would do: plain tensors, whose samples lie one behind the other."""
+        source = loader.dataset
+        return (
+            type(source) is TensorDataset
+            and loader.collate_fn is default_collate
+            and loader.batch_sampler is not None
+            and all(type(t) is torch.Tensor and t.layout is torch.strided and t.is_contiguous() for t in source.tensors)
+        )
+
+    def __getitem__(self, work: Work) -> Any:
+        if not all(type(key) is int for key in work.keys):  # a user's sampler may give slices
+            return default_collate(super().__getitem__(work))
+        keys = torch.tensor(work.keys)
+        return [tensor[keys] for tensor in self.source.tensors]
 
 
 class StreamShare(IterableDataset[Any]):
@@ -128,6 +157,11 @@ class _Stream(Iterator[Any]):
         if not batch or (self._drop_last and len(batch) < self._batch_size):
             raise StopIteration
         return batch
+
+
+def as_it_is(batch: Any) -> Any:
+    """The collate function for a share that gives finished batches."""
+    return batch
 
 
 def start_worker(users_own: Callable[[int], None] | None, worker: int) -> None:

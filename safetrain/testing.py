@@ -40,6 +40,26 @@ class RankError(Exception):
         self.errors = errors
 
 
+def differences(one: Any, other: Any, where: str = "state") -> list[str]:
+    """The places in two nested states (dicts, lists and tuples of tensors and plain values) at which they are not the
+    same, bit for bit: empty where they are. NaN is equal to NaN; dicts have the same order of keys."""
+    if type(one) is not type(other):
+        return [f"{where}: {type(one).__name__} and {type(other).__name__}"]
+    if isinstance(one, dict):
+        if list(one) != list(other):
+            return [f"{where}: keys {list(one)} and {list(other)}"]
+        pairs = [(f"{where}.{key}", one[key], other[key]) for key in one]
+    elif isinstance(one, (list, tuple)):
+        if len(one) != len(other):
+            return [f"{where}: {len(one)} and {len(other)} items"]
+        pairs = [(f"{where}.{index}", *pair) for index, pair in enumerate(zip(one, other, strict=True))]
+    elif isinstance(one, torch.Tensor):
+        return [] if one.dtype == other.dtype and torch.equal(one, other) else [where]
+    else:
+        return [] if one == other or one != one else [f"{where}: {one!r} and {other!r}"]
+    return [found for place, mine, theirs in pairs for found in differences(mine, theirs, place)]
+
+
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30.0) -> list[Any]:
     """Call ``fn(comm, *args)`` on ``world_size`` forked ranks; the value of each, in rank order.
 

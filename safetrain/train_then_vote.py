@@ -29,6 +29,7 @@ class TrainThenVote:
         for index in range(parts.accumulate):
             ACTIVITY.enter("data")
             fetched, losses = parts.feed.take(), []
+            share.at_hand = fetched.work
             ACTIVITY.enter("training_step")
             parts.reduction.forward(
                 lambda: losses.extend(self._forward(fetched, share)),  # noqa: B023  # runs before the next turn
@@ -42,6 +43,7 @@ class TrainThenVote:
             ACTIVITY.enter("backward")
             for loss in losses:
                 self._backward(loss, share, phase)
+        share.at_hand = None
         self._check_unused(step, share, phase)
         vote = parts.vote(step, applied_steps, share)
         ACTIVITY.enter("vote")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,20 +17,19 @@ from torch.utils.data import DataLoader, Dataset
 from safetrain.activity import ACTIVITY
 from safetrain.assembly import Run, assemble
 from safetrain.batches import count_samples
-from safetrain.build import build_optimizers, build_schedulers
+from safetrain.build import build_optimizers, build_schedulers, needed
 from safetrain.checkpoint import Checkpoints
 from safetrain.comm import Comm, How
 from safetrain.config import Audit, Checkpoint, Loader, Loop, Watchdog
 from safetrain.contain import Loss
 from safetrain.errors import DataError, Preempted, UsageError
 from safetrain.evaluation import evaluate
-from safetrain.failure import read_failures
 from safetrain.metrics import MetricLog
 from safetrain.observer import Observer
-from safetrain.peers import gone_ranks
+from safetrain.peers import someone_failed
 from safetrain.policies import Policies
 from safetrain.precision import FP32, Precision
-from safetrain.preemption import LeaveRequest, leave_request
+from safetrain.preemption import LeaveRequest, SharedRequest, leave_request
 from safetrain.report import Result
 from safetrain.strategy import DDPStrategy
 from safetrain.verdict import forget
@@ -133,17 +133,17 @@ class Trainer:
         return count_samples(batch)
 
     def build_model(self) -> nn.Module:
-        return self._need("model", self._given_model)
+        return needed(self, "model", self._given_model)
 
     def build_train_data(self) -> Dataset[Any] | DataLoader[Any]:
-        return self._need("train_data", self._given_train_data)
+        return needed(self, "train_data", self._given_train_data)
 
     def build_val_data(self) -> Dataset[Any] | DataLoader[Any] | None:
         return self._given_val_data
 
     def build_optimizers(self) -> dict[str, Optimizer]:
         """Optimizers by name; ``self.model`` is on its device."""
-        return build_optimizers(self._need("optimizer", self._given_optimizer), self.model)
+        return build_optimizers(needed(self, "optimizer", self._given_optimizer), self.model)
 
     def build_schedulers(self) -> dict[str, LRScheduler]:
         """Schedulers by the name of their optimizer."""
@@ -197,14 +197,14 @@ class Trainer:
         """
         with self._ranks():
             self._stopped, self._stop_wanted, self.metrics, self._log = False, False, {}, MetricLog()
-            run = self._run = assemble(self)
-            with contextlib.closing(run.reporter):
+            run = assemble(self)
+            with contextlib.closing(run.reporter), run.keeper.rescuing(lambda: (self.step, self.epoch)):
                 while self.epoch < self.loop.epochs and (run.window.inside_epoch or not self._finished()):
                     if not run.window.inside_epoch:  # else the run goes on from a checkpoint inside it
                         ACTIVITY.enter("epoch_start")
                         self.on_epoch_start()
                     epoch_ended = self._train_epoch(run)
-                    validation = self.validate() if self._validates() else {}
+                    validation = self._validate_epoch(run)
                     self.metrics |= validation
                     self.epoch += 1
                     run.window.end_epoch()
@@ -225,7 +225,7 @@ class Trainer:
         window.begin_epoch(self.epoch, self.step)
         self.model.train()
         reporter.restart_clock()
-        epoch_ends = False
+        epoch_ends = window.epoch_over  # a run can go on from its validation
         while not epoch_ends and not self._finished():
             if self.phases:
                 self.phase = self.phases[self.step % len(self.phases)]
@@ -243,15 +243,24 @@ class Trainer:
             raise DataError("the training data gave no batch on any rank: the dataset is empty")
         return epoch_ends
 
-    def _validates(self) -> bool:
-        """Whether this epoch ends with a validation."""
-        return self._run.val_feed is not None and (self.epoch + 1) % self.loop.validate_every_epochs == 0
+    def _validate_epoch(self, run: Run) -> dict[str, float]:
+        if run.val_feed is None or (self.epoch + 1) % self.loop.validate_every_epochs:
+            return {}
+        run.window.opening.note()
+        metrics = self._evaluate(SharedRequest(self._leave, self.comm))
+        if metrics is None:
+            run.keeper.leave_validation(self.step, self.epoch)
+        run.window.opening.forget()
+        return metrics
 
     def _finished(self) -> bool:
         return self._stopped or (self.loop.max_steps is not None and self.step >= self.loop.max_steps)
 
     def validate(self) -> dict[str, float]:
         """Metrics over all validation samples of all ranks, each counted once. Every rank calls it."""
+        return self._evaluate(lambda: False) or {}
+
+    def _evaluate(self, leaves: Callable[[], bool]) -> dict[str, float] | None:
         if self._run.val_feed is None:
             raise UsageError("validate() needs validation data: give val_data, or override build_val_data")
         ACTIVITY.enter("validation_start")
@@ -260,11 +269,12 @@ class Trainer:
         try:
             metrics = evaluate(
                 self.model, self._run.val_feed, self.validation_step, self._log, self.precision, self.comm,
-                step=self.step, forward_communicates=self.strategy.forward_communicates,
+                step=self.step, forward_communicates=self.strategy.forward_communicates, leaves=leaves,
             )  # fmt: skip
         finally:
             self._log = train_log
-        self._run.reporter.validation(self.step, self.epoch, metrics)
+        if metrics is not None:
+            self._run.reporter.validation(self.step, self.epoch, metrics)
         return metrics
 
     # --- the parts --------------------------------------------------------------------------------------------------
@@ -276,7 +286,8 @@ class Trainer:
         self.comm = Comm.join(self.device)
         if joined_here and self.run_dir is not None and self.comm.rank == 0:
             forget(self.run_dir)  # the verdict on an earlier job that used the directory
-        with watch(self.comm, self.watchdog, self.run_dir), leave_request(self._someone_failed) as self._leave:
+        failed = partial(someone_failed, self.run_dir)
+        with watch(self.comm, self.watchdog, self.run_dir), leave_request(failed) as self._leave:
             try:
                 yield
             except Preempted as left:  # all ranks are here
@@ -286,11 +297,3 @@ class Trainer:
                 raise
         if joined_here:
             self.comm.leave()
-
-    def _someone_failed(self) -> bool:
-        return bool(gone_ranks(at_once=True) or (self.run_dir is not None and read_failures(self.run_dir)))
-
-    def _need(self, what: str, given: Any) -> Any:
-        if given is None:
-            raise UsageError(f"{type(self).__name__} has no {what}: give {what}=..., or override build_{what}")
-        return given

@@ -26,7 +26,9 @@ class Verdict:
         sentence: which rank, where and when, did or failed to do what.
         culprits: the ranks at fault.
         place: the line of the user's, empty where none is known; ``detail`` is what is there: the line, or the error.
+        batch: which samples were at hand.
         others: what the other ranks do or did, one sentence for all that do the same.
+        kept: what became of the state of the last whole step.
         cause, remedy: what it usually comes from and what to do; empty where ``detail`` says enough.
         evidence: lines to read on: a traceback, a stack, the end of a log.
         ranks: what all this is drawn from: a dataclass for each rank that is known of.
@@ -37,7 +39,9 @@ class Verdict:
     culprits: tuple[int, ...] = ()
     place: str = ""
     detail: str = ""
+    batch: str = ""
     others: tuple[str, ...] = ()
+    kept: str = ""
     cause: str = ""
     remedy: str = ""
     evidence: tuple[str, ...] = ()
@@ -49,7 +53,9 @@ class Verdict:
         paragraphs = [
             [self.sentence],
             [f"  {self.place}" if self.place else "", f"    {self.detail}" if self.detail else ""],
+            [f"{self.batch[0].upper()}{self.batch[1:]}." if self.batch else ""],
             self.others,
+            [self.kept],
             [f"Likely cause: {self.cause}" if self.cause else "", f"What to do: {self.remedy}" if self.remedy else ""],
             self.evidence,
             [] if run_dir is None else self._where_the_rest_is(run_dir),

@@ -18,6 +18,7 @@ from safetrain.contain import OWN_BACKWARD, Loss, Share, place_of
 from safetrain.errors import UsageError
 from safetrain.feed import Fetched
 from safetrain.parts import Parts
+from safetrain.work import Work
 
 
 class VoteThenTrain:
@@ -55,6 +56,7 @@ class VoteThenTrain:
             (f.batch for f, weight in zip(batches, weights, strict=True) if weight), self._spare_batch
         )
         for index, (fetched, weight) in enumerate(zip(batches, weights, strict=True)):
+            share.at_hand = fetched.work
             self._micro_batch(step, fetched.batch if weight else self._spare_batch, weight, share, phase, index)
         parts.reduction.unused()
         ACTIVITY.enter("vote")
@@ -62,6 +64,7 @@ class VoteThenTrain:
 
     def _accepted_weight(self, fetched: Fetched, share: Share) -> int:
         """The weight this rank promises for a micro-batch; 0: none."""
+        share.at_hand = fetched.work
         if fetched.empty:
             return 0
         try:
@@ -85,34 +88,34 @@ class VoteThenTrain:
         ACTIVITY.enter("training_step")
         parts.user.log().paused = not weight  # a batch that is repeated must not count twice in what the user logs
         value = parts.reduction.forward(
-            lambda: self._must_succeed(step, batch, weight),
+            lambda: self._must_succeed(step, batch, weight, share.at_hand),
             first=index == 0,
             last=index == parts.accumulate - 1,
         )
         parts.user.log().paused = False
         if index == 0 and parts.reduction.holds_gradients():
-            raise parts.failed(step, OWN_BACKWARD, "training_step")
+            raise parts.failed(step, OWN_BACKWARD, "training_step", share.at_hand)
         loss = Loss(value, weight)
         ACTIVITY.enter("backward")
         parts.backward(loss, phase)
         if weight:
             share.log(loss)
 
-    def _must_succeed(self, step: int, batch: Any, weight: int) -> torch.Tensor:
+    def _must_succeed(self, step: int, batch: Any, weight: int, work: Work | None) -> torch.Tensor:
         """A step that must give a loss: other ranks are inside this forward's collectives, and nothing can end those
         for them."""
         try:
             returned = self._parts.training_step(batch, weight)
         except Exception as error:
             reason = f"{type(error).__name__}: {error} at {place_of(error)}"
-            raise self._parts.failed(step, reason, "training_step") from error
+            raise self._parts.failed(step, reason, "training_step", work) from error
         loss = returned if isinstance(returned, Loss) else Loss(returned)
         if not isinstance(loss.value, torch.Tensor) or not loss.value.requires_grad:
             reason = (
                 "training_step gave no loss with a graph. Where forward communicates, leave batches out in accept_batch"
             )
-            raise self._parts.failed(step, reason, "training_step")
+            raise self._parts.failed(step, reason, "training_step", work)
         if weight and loss.weight is not None and int(loss.weight) != weight:
             reason = f"the loss has weight {int(loss.weight)}, but batch_weight(batch) voted {weight} before"
-            raise self._parts.failed(step, reason, "training_step")
+            raise self._parts.failed(step, reason, "training_step", work)
         return loss.value

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,7 +20,17 @@ from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Tally, Vote
 from safetrain.build import check_optimizers
 from safetrain.contain import Share
-from safetrain.errors import CommunicationError, DataError, PeerFailed, TrainingStopped, UsageError
+from safetrain.data import check_same_order
+from safetrain.errors import (
+    CommunicationError,
+    PeerFailed,
+    RankFailed,
+    RanksDiffer,
+    TrainingStopped,
+    UsageError,
+    together,
+)
+from safetrain.opening import Opening
 from safetrain.parts import Parts
 from safetrain.precision import Applied, Clip
 from safetrain.train_then_vote import TrainThenVote
@@ -61,7 +71,9 @@ class Window:
     Attributes:
         applied_steps: real optimizer steps so far.
         order: of training and voting.
-        inside_epoch: an epoch has begun and is not over.
+        inside_epoch: an epoch has begun, and is not done with.
+        epoch_over: of that epoch no window is left, only its validation.
+        opening: what a window, or a validation, under way must leave no trace in.
     """
 
     def __init__(self, parts: Parts, schedulers: Mapping[str, LRScheduler], clip: Clip) -> None:
@@ -69,8 +81,10 @@ class Window:
         self.order = VoteThenTrain(parts) if parts.reduction.votes_first else TrainThenVote(parts)
         self._consecutive: Counter[str] = Counter()
         self._open: Stepped | None = None
+        self._under_way: Literal["", "before its step", "its step"] = ""
+        self.opening = Opening(parts.feed, parts.user.log, parts.comm.device)
         self.applied_steps = 0
-        self.inside_epoch = False
+        self.inside_epoch = self.epoch_over = False
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Start the data of an epoch, or go on where a checkpoint was; new modules in the model are noticed here."""
@@ -78,19 +92,20 @@ class Window:
         ACTIVITY.epoch = epoch
         ACTIVITY.enter("data")
         self._parts.feed.begin_epoch(epoch)
-        self._check_same_order(epoch)
+        check_same_order(self._parts.feed, self._parts.comm, epoch)
         self._follow_layout(step, walk=True)
 
     def end_epoch(self) -> None:
         """Nothing of the epoch is left to do."""
-        self.inside_epoch = False
+        self.inside_epoch = self.epoch_over = False
 
     def state_dict(self) -> dict[str, Any]:
-        facts = {"applied_steps": self.applied_steps, "inside_epoch": self.inside_epoch}
+        facts = {"applied_steps": self.applied_steps, "inside_epoch": self.inside_epoch, "epoch_over": self.epoch_over}
         return {**facts, "dropped_in_a_row": dict(self._consecutive)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.applied_steps, self.inside_epoch = state["applied_steps"], state["inside_epoch"]
+        self.epoch_over = state["epoch_over"]
         self._consecutive = Counter(state["dropped_in_a_row"])
 
     def finish(self, step: int) -> None:
@@ -103,22 +118,6 @@ class Window:
         if len(set(steps)) > 1:
             raise self._steps_differ(step)
 
-    def _check_same_order(self, epoch: int) -> None:
-        """The ranks take their shares of one order of one dataset."""
-        feed = self._parts.feed
-        sizes, digests = zip(*self._parts.comm.gather((feed.shared_samples, feed.order_digest)), strict=True)
-        if len(set(sizes)) > 1:
-            found = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
-            raise DataError(
-                f"epoch {epoch}: the training dataset has different numbers of samples ({found}), so the ranks' shares "
-                "would repeat some and leave out others. Build the same one on all ranks: draw with the config's seed."
-            )
-        if len(set(digests) - {None}) > 1:
-            raise DataError(
-                f"epoch {epoch}: the training sampler gives each rank another order, so samples would be repeated and "
-                "left out. Seed it from the config and the epoch alone, or leave it out and set loader.shuffle=true."
-            )
-
     def run(self, step: int, phase: str | None = None) -> WindowResult:
         """Run window number ``step``; with a ``phase``, only the optimizer of that name learns.
 
@@ -129,6 +128,8 @@ class Window:
             CommunicationError: they are not at the same step.
         """
         ACTIVITY.step = step
+        self.opening.note()
+        self._under_way = "before its step"
         self._follow_layout(step)
         share = Share()
         tally = self.order.collect(step, self.applied_steps, share, phase)
@@ -136,13 +137,15 @@ class Window:
         ACTIVITY.enter("optimizer")
         dropped_late = self.settle()
         dropped, grad_norm = self._apply_or_drop(step, share, tally, phase)
+        self._under_way, self.epoch_over = "", self._parts.policies.uneven.ends_epoch(tally)
+        self.opening.forget()
         return WindowResult(
             applied=dropped is None,
             dropped=dropped or "",
             dropped_late=dropped_late or "",
             weight=tally.weight if dropped is None else 0,
             grad_norm=grad_norm,
-            epoch_ends=self._parts.policies.uneven.ends_epoch(tally),
+            epoch_ends=self.epoch_over,
             stop=tally.stop > 0,
             save=tally.save > 0,
             leave=tally.leave > 0,
@@ -168,6 +171,7 @@ class Window:
             parts.reduction.restore_buffers()
         optimizers = list(parts.optimizers.values()) if phase is None else [parts.optimizers[phase]]
         factor = parts.comm.world_size * parts.nominal_weight * parts.accumulate / tally.weight
+        self._under_way = "its step"
         applied = parts.precision.step(optimizers, self._clip, factor)
         self._open = Stepped(step, share, phase, applied)
         if parts.precision.skips_on_device(optimizers):
@@ -175,7 +179,18 @@ class Window:
             return None, applied.grad_norm
         if not applied.finite:
             parts.reduction.discard()
+            self._under_way = "before its step"
         return self.settle(), applied.grad_norm
+
+    def go_back(self) -> bool:
+        """Undo, for the state only, what a window or a validation that failed has done to this rank so far; False: it
+        was in the middle of its optimizer step."""
+        if self._under_way == "its step":
+            return False
+        if self._under_way:
+            self._parts.reduction.restore_buffers()
+        self.opening.go_back()
+        return True
 
     def settle(self) -> str | None:
         """Read how the last optimizer step went and do what follows from it; on a GPU that is a window later.
@@ -205,20 +220,26 @@ class Window:
         who = "" if troubled_rank is None else f" (rank {troubled_rank})"
         self._consecutive[reason] += counts
         key, limit = self._parts.policies.limit(reason)
-        if self._consecutive[reason] > limit:
-            raise TrainingStopped(
-                f"stopped at step {step}: {reason}{who}, {self._consecutive[reason]} window(s) in a row, and "
-                f"{key}={limit} allows {limit}. The warnings before this say where it comes from.",
-                step=step,
+        if (windows := self._consecutive[reason]) > limit:
+            self._consecutive[reason] -= 1  # a run that goes on from this step counts this window again
+            text = (
+                f"stopped at step {step}: {reason}{who}, {windows} window(s) in a row, and {key}={limit} allows "
+                f"{limit}. The warnings before this say where it comes from."
             )
+            raise together(TrainingStopped(text, step=step))
         return f"{reason}{who}"
 
     def _check_together(self, step: int, share: Share, tally: Tally) -> None:
         """All ranks are at the same step, took the same optimizer steps, and none has failed."""
-        if tally.fell_apart:
-            self._leave(step, share)
-        if not tally.same_collectives:
-            self._parts.compare_collectives(step)
+        side_by_side = tally.same_step and tally.same_applied_steps
+        try:
+            if tally.fell_apart:
+                self._leave(step, share)
+            if not tally.same_collectives:
+                self._parts.compare_collectives(step)
+        except (RankFailed, PeerFailed, RanksDiffer) as error:
+            error.together = side_by_side
+            raise
         if not tally.same_step:
             raise CommunicationError(
                 f"rank {self._parts.comm.rank} is at step {step}, and the other ranks are not all there"
@@ -238,7 +259,7 @@ class Window:
         parts = self._parts
         parts.reduction.restore_buffers()  # the state that is left is that of the last whole step
         if share.outcome is Outcome.FAILED:
-            raise parts.failed(step, share.reason, share.phase) from share.error
+            raise parts.failed(step, share.reason, share.phase, share.work) from share.error
         reasons = {
             rank: parts.comm.read(f"failure/{step}/{rank}") or parts.comm.read(f"layout/{step}/{rank}")
             for rank in range(parts.comm.world_size)

@@ -32,7 +32,7 @@ from safetrain.seeding import seed_generators
 from safetrain.trainer import Trainer
 from safetrain.watchdog import watch
 
-_RECORD_LIMIT_S = 1.0  # a victim's longest wait for the culprit's record: writing one takes milliseconds
+_RECORD_LIMIT_S = 3.0  # a victim's longest wait for the culprit's record: writing one takes milliseconds
 
 
 def main(config_file: str) -> None:

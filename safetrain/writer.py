@@ -13,9 +13,10 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,11 +24,13 @@ from safetrain import __version__, archive
 from safetrain.durable import sync
 from safetrain.errors import CheckpointError
 from safetrain.manifest import Manifest, Seal
+from safetrain.rank_log import LOG_ONLY
 from safetrain.shelf import Shelf
 
-logger = logging.getLogger("safetrain")
+logger, log_only = logging.getLogger("safetrain"), logging.getLogger(LOG_ONLY)
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1  # between two looks at the store
+_FAREWELL_S = 2.0  # rank 0's longest wait for another one that has yet to hear how the last save ended
 _GRACE_S = 10.0  # rank 0 gives up first, and says why
 
 
@@ -46,6 +49,8 @@ class Job:
 
     Attributes:
         structure, tensors: what all ranks share (see tree.split); empty but on rank 0, which writes it.
+        last: the ranks leave after it, and none may be gone before all know how it ended.
+        unable: why this rank has no part to write; empty if it has.
     """
 
     step: int
@@ -55,6 +60,18 @@ class Job:
     structure: Any
     tensors: Mapping[str, torch.Tensor]
     own: Mapping[str, Any]
+    last: bool = False
+    unable: str = ""
+
+
+class Limit(NamedTuple):
+    """How long a save may take, by which key of the config."""
+
+    key: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"checkpoint.{self.key}={self.seconds:g}"
 
 
 @dataclass(frozen=True)
@@ -70,15 +87,16 @@ class Writer:
     """One rank's. All ranks start the same jobs in the same order, one at a time."""
 
     def __init__(self, shelf: Shelf, store: KeyValueStore, rank: int, world_size: int, timeout_s: float) -> None:
-        self._shelf, self._store, self._timeout_s = shelf, store, timeout_s
+        self._shelf, self._store, self._limit = shelf, store, Limit("timeout_s", timeout_s)
         self._rank, self._world_size = rank, world_size
         self._number = 0
         self._outcome: Outcome | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Job, limit: Limit | None = None) -> None:
         """Begin to write; the one before has been waited for."""
         self._number += 1
+        self._limit = limit or self._limit
         self._outcome = None
         self._thread = threading.Thread(target=self._run, args=(job,), name="safetrain-checkpoint", daemon=True)
         self._thread.start()
@@ -100,7 +118,7 @@ class Writer:
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self, job: Job) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._limit.seconds
         try:
             self._outcome = self._lead(job, deadline) if self._rank == 0 else self._follow(job, deadline + _GRACE_S)
         except Exception as error:  # noqa: BLE001  a thread has no caller: the loop takes it up at the next save
@@ -110,6 +128,8 @@ class Writer:
         draft = None
         began = time.monotonic()
         try:
+            if job.unable:
+                raise CheckpointError(job.unable)
             draft = self._shelf.begin(job.step)
             self._say("draft", {"name": draft.name})
             files = archive.write_shared(draft, job.structure, job.tensors)
@@ -119,11 +139,11 @@ class Writer:
                 heard = self._hear(f"rank_{rank}", deadline, f"rank {rank} has not written its part in time")
                 seals[archive.own_file(draft, rank).name] = Seal(**heard)
             if time.monotonic() > deadline:  # the others will have given up by the time it is there
-                raise CheckpointError(f"it has not been written within checkpoint.timeout_s={self._timeout_s:g}")
+                raise CheckpointError(f"it has not been written within {self._limit}")
             self._forget()
             path = self._shelf.commit(draft, self._manifest(job, seals))
             outcome = Outcome(job.step, path=str(path))
-            logger.info("checkpoint of step %d written in %.1f s: %s", job.step, time.monotonic() - began, path)
+            log_only.info("checkpoint of step %d written in %.1f s: %s", job.step, time.monotonic() - began, path)
         except Exception as error:  # noqa: BLE001  whatever it is, all ranks must hear of it
             outcome = Outcome(job.step, error=self._in_words(error))
             if draft is None:
@@ -132,16 +152,26 @@ class Writer:
                 self._shelf.discard(draft)
             logger.warning("%s; earlier checkpoints are as they were", outcome.error)
         self._say("done", {"path": outcome.path, "error": outcome.error})
+        if job.last:
+            with suppress(CheckpointError):
+                for rank in range(1, self._world_size):
+                    self._await(f"heard_{rank}", time.monotonic() + _FAREWELL_S, "")
         return outcome
 
     def _follow(self, job: Job, deadline: float) -> Outcome:
-        draft = self._shelf.folder / self._hear("draft", deadline, "rank 0 has not begun in time")["name"]
         try:
-            file = archive.write_own(draft, self._rank, job.own)
-            self._say(f"rank_{self._rank}", asdict(_sealed(file)))
-        except Exception as error:  # noqa: BLE001  whatever it is, rank 0 waits for it
-            self._say(f"rank_{self._rank}", {"error": self._in_words(error, draft)})
-        return Outcome(job.step, **self._await("done", deadline, "rank 0 has not finished in time"))
+            draft = self._shelf.folder / self._hear("draft", deadline, "rank 0 has not begun in time")["name"]
+            try:
+                if job.unable:
+                    raise CheckpointError(job.unable)
+                file = archive.write_own(draft, self._rank, job.own)
+                self._say(f"rank_{self._rank}", asdict(_sealed(file)))
+            except Exception as error:  # noqa: BLE001  whatever it is, rank 0 waits for it
+                self._say(f"rank_{self._rank}", {"error": self._in_words(error, draft)})
+            return Outcome(job.step, **self._await("done", deadline, "rank 0 has not finished in time"))
+        finally:
+            if job.last:
+                self._say(f"heard_{self._rank}", {})
 
     def _manifest(self, job: Job, seals: dict[str, Seal]) -> Manifest:
         return Manifest(
@@ -175,7 +205,7 @@ class Writer:
         key, pause_s = f"{self._number}/{topic}", _SHORTEST_PAUSE_S
         while not self._store.check([key]):
             if time.monotonic() >= deadline:
-                raise CheckpointError(f"{otherwise} (checkpoint.timeout_s={self._timeout_s:g})")
+                raise CheckpointError(f"{otherwise} ({self._limit})")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         facts: dict[str, Any] = json.loads(self._store.get(key))

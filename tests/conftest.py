@@ -9,6 +9,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,27 @@ _SETTLE_S = 5.0  # threads and processes that are on their way out may take this
 # scikit-learn and torch set such variables when they are first needed, safetrain the last when ranks are joined
 _SET_BY_IMPORTS = ("KMP_", "TORCHINDUCTOR_", "TORCH_FR_")
 _LASTING = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")  # Python keeps them until it ends
+
+
+_WITH_PROCESSES = ("tests/ranks/", "tests/launch/", "tests/faults/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a matrix of cases that start processes, the everyday run takes as few as show each value of each parameter;
+    the others are exhaustive."""
+    matrices: dict[str, dict[pytest.Item, set[tuple[str, str]]]] = defaultdict(dict)
+    for item in items:
+        case = getattr(item, "callspec", None)
+        if case is None or not item.nodeid.startswith(_WITH_PROCESSES) or item.get_closest_marker("exhaustive"):
+            continue
+        values = {(name, repr(value)) for name, value in case.params.items()}
+        matrices[item.nodeid.partition("[")[0]][item] = values
+    for cases in matrices.values():
+        missing: set[tuple[str, str]] = set().union(*cases.values())
+        while missing:
+            missing -= cases.pop(max(cases, key=lambda item: len(cases[item] & missing)))
+        for item in cases:
+            item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)

@@ -51,6 +51,6 @@ def _train_and_tidy_up(comm: Comm, culprit: int) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(("ranks", "culprit"), [(2, 0), (2, 1), (4, 3)])
-def test_a_barrier_and_destroy_in_finally(ranks: int, culprit: int) -> None:  # H32
+def test_h32_a_barrier_and_destroy_in_finally(ranks: int, culprit: int) -> None:
     said = run_ranks(_train_and_tidy_up, ranks, culprit, timeout_s=40)
     assert said == [("RankFailed" if rank == culprit else "PeerFailed", 2) for rank in range(ranks)]

@@ -7,13 +7,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.kill_and_resume import events
 from safetrain.checkpoint import Saved, find, read
+from safetrain.testing import differences
 from tests.launch.project import LIMIT_S, Project
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -24,16 +23,6 @@ EVERY_TWO_STEPS = "checkpoint.every_steps=2"
 
 def newest(run_dir: Path) -> Saved:
     return read(*find(run_dir))
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b or a != a
 
 
 def await_checkpoint(project: Project, name: str) -> None:
@@ -63,8 +52,8 @@ def test_everything_is_killed_and_resume_auto_goes_on(project: Project) -> None:
     assert f"goes on from {cut / 'checkpoints' / 'step_6'}: 6 steps done, epoch 2" in done.out
     assert "trainer.fault: sleep then,  now; this run's holds from here on" in done.out
     assert newest(cut).step == newest(expected).step == 12
-    assert same(newest(cut).shared, newest(expected).shared)
-    assert same(newest(cut).own, newest(expected).own)
+    assert not differences(newest(cut).shared, newest(expected).shared)
+    assert not differences(newest(cut).own, newest(expected).own)
     assert events(cut) == events(expected)
     results = [json.loads((run_dir / "result.json").read_text()) for run_dir in (cut, expected)]
     assert results[0] == results[1]

@@ -53,8 +53,10 @@ def test_torchrun_makes_one_run_directory_and_resolves_once(project: Project) ->
         "    OmegaConf.register_new_resolver('draw', lambda: uuid.uuid4().hex)\n"
     )
     overrides = ["recipe=mine", "+vars.drawn=${draw:}", "+vars.clock=${now:%f}"]
-    done = project.run(*overrides, program=TORCHRUN, PYTHONPATH=str(project.folder))
+    (notes := project.folder / "notes").mkdir()
+    done = project.run(*overrides, program=TORCHRUN, PYTHONPATH=str(project.folder), TMPDIR=str(notes))
     assert done.code == 0
+    assert not list(notes.glob("safetrain_*"))
     (run_dir,) = project.run_dirs()
     seen = [(run_dir / f"seen_{rank}").read_text() for rank in (0, 1)]
     assert seen[0] == seen[1] == (run_dir / "config.yaml").read_text()

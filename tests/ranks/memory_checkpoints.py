@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,15 @@ class MemoryCheckpoints:
         owns = [_read(each) for each in self._comm.gather(_write(snapshot.own))]
         shared = self._comm.broadcast(_write(snapshot.shared))
         parts = (snapshot.step, snapshot.epoch, _read(shared), owns, snapshot.config_text)
-        assert snapshot.step not in self.steps, "one checkpoint a step"
+        assert snapshot.step not in self.metrics, "one checkpoint a step"
         self.steps[snapshot.step] = _write(parts)
         self.metrics[snapshot.step] = metric
+
+    def save_at_failure(self, step: int, take: Callable[[], Snapshot]) -> str:
+        """All ranks have failed together, so they may still gather."""
+        if step not in self.steps:
+            self.save(take())
+        return f"checkpoints/step_{step}"
 
     def finish(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -11,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from safetrain import archive, checkpoint
+from safetrain import archive, checkpoint, writer
 from safetrain.checkpoint import Checkpoints
 from safetrain.comm import Comm
 from safetrain.config import Checkpoint
 from safetrain.errors import CheckpointError, UsageError
 from safetrain.shelf import Shelf
 from safetrain.snapshot import Snapshot
-from safetrain.testing import run_ranks
+from safetrain.testing import RankError, run_ranks
 from tests.ranks.outcome import warnings_of_safetrain
 from tests.states import assert_equal, own_state, shared_state, snapshot
 
@@ -291,3 +292,74 @@ def test_a_save_holds_no_collective(tmp_path: Path) -> None:
         return seen
 
     assert run_ranks(work, 2) == [[3.0, 5.0, 7.0, 9.0, 11.0]] * 2
+
+
+class TestAtAFailure:
+    def test_what_is_saved_already_is_not_saved_again(self, tmp_path: Path) -> None:
+        def work(comm: Comm) -> list[str]:
+            checkpoints = Checkpoints(tmp_path, comm, Checkpoint())
+            checkpoints.save(snapshot(4, comm.rank))  # still under way when the ranks fail
+            first = checkpoints.save_at_failure(4, lambda: snapshot(4, comm.rank))
+            second = checkpoints.save_at_failure(5, lambda: snapshot(5, comm.rank))
+            anew = Checkpoints(tmp_path, comm, Checkpoint())
+            assert loaded(anew).step == 5
+            return [first, second, anew.save_at_failure(5, lambda: snapshot(5, comm.rank))]
+
+        paths = [str(tmp_path / name) for name in ("step_4", "step_5", "step_5")]
+        assert run_ranks(work, 2) == [paths, paths]
+        assert {path.name for path in tmp_path.iterdir()} == {"step_4", "step_5", "latest"}
+
+    @pytest.mark.parametrize(("world_size", "culprit"), [(2, 0), (2, 1), (4, 3)])
+    def test_a_rank_that_can_not_say_its_state_lets_nobody_wait(
+        self, tmp_path: Path, world_size: int, culprit: int
+    ) -> None:
+        def work(comm: Comm) -> str:
+            def take() -> Snapshot:
+                if comm.rank == culprit:
+                    raise KeyError("ema")
+                return snapshot(4, comm.rank)
+
+            checkpoints = Checkpoints(tmp_path, comm, Checkpoint(at_failure_s=1000))
+            with pytest.raises(CheckpointError) as said:
+                checkpoints.save_at_failure(4, take)
+            return str(said.value)
+
+        text = f"rank {culprit} can't say what its state is: KeyError: 'ema'"
+        assert run_ranks(work, world_size, timeout_s=20) == [text] * world_size
+        assert not list(tmp_path.glob("*"))
+
+    @pytest.mark.parametrize("culprit", [0, 1])
+    def test_a_rank_that_dies_meanwhile_lets_nobody_wait(self, tmp_path: Path, culprit: int) -> None:
+        def work(comm: Comm) -> str:
+            checkpoints = Checkpoints(tmp_path, comm, Checkpoint(at_failure_s=1000))
+            if comm.rank == culprit:
+                os._exit(3)
+            with pytest.raises(CheckpointError) as said:
+                checkpoints.save_at_failure(4, lambda: snapshot(4, comm.rank))
+            raise AssertionError(said.value)
+
+        with pytest.raises(RankError) as ended:
+            run_ranks(work, 2, timeout_s=20)
+        assert f"rank {culprit} ended before it was written" in ended.value.errors[1 - culprit]
+        assert not list(tmp_path.glob("step_*"))
+
+    @pytest.mark.parametrize("late", [0, 1])
+    def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_limit(
+        self, tmp_path: Path, late: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(writer, "_GRACE_S", 0.2)
+
+        def work(comm: Comm) -> str:
+            checkpoints = Checkpoints(tmp_path, comm, Checkpoint(at_failure_s=0.3))
+            said = ""
+            if comm.rank != late:
+                with pytest.raises(CheckpointError) as refused:
+                    checkpoints.save_at_failure(4, lambda: snapshot(4, comm.rank))
+                said = str(refused.value)
+            comm.barrier("done")
+            return said
+
+        expected = ["rank 1 has not written its part in time", "rank 0 has not begun in time"][1 - late]
+        said = run_ranks(work, 2, timeout_s=20)
+        assert said[1 - late] == f"{expected} (checkpoint.at_failure_s=0.3)"
+        assert not list(tmp_path.glob("step_*"))

@@ -165,7 +165,7 @@ def _accuracy(comm: Comm) -> dict[str, float]:
 def _fast(comm: Comm) -> dict[str, float]:
     log = MetricLog()
     log.add("accuracy", 1.0 if comm.rank == 0 else 0.0, weight=9 if comm.rank == 0 else 1)
-    return log.sum_fast(comm)
+    return log.sum_fast(comm)[0]
 
 
 def test_h96_accuracy_is_that_of_all_samples_not_the_average_of_the_ranks() -> None:

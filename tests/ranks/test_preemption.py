@@ -15,9 +15,9 @@ import safetrain
 from safetrain.comm import Comm
 from safetrain.precision import FP16, FP32, Precision
 from safetrain.preemption import leave_request
-from safetrain.testing import RankError, run_ranks
+from safetrain.testing import RankError, differences, run_ranks
 from tests.ranks.memory_checkpoints import MemoryCheckpoints
-from tests.ranks.resuming import History, Learner, Setting, assert_equal, final, learner, straight
+from tests.ranks.resuming import History, Learner, Noisy, Setting, final, learner, straight
 
 
 class Told(Learner):
@@ -26,6 +26,7 @@ class Told(Learner):
     at: int | None
     on: int
     number: signal.Signals
+    batches: int
 
     def training_step(self, batch: Any) -> torch.Tensor:
         if self.step == self.at and self.comm.rank == self.on:
@@ -48,7 +49,7 @@ def told(setting: Setting, comm: Comm, history: History, checkpoints: MemoryChec
     [(0, 1, FP32, signal.SIGTERM), (4, 3, FP16, signal.SIGUSR1)],
     ids=["in the first step", "in a window of three, fp16"],
 )
-def test_all_save_at_the_same_step_and_the_run_goes_on_exactly(
+def test_h81_all_save_at_the_same_step_and_the_run_goes_on_exactly(
     world_size: int, on: int, at: int, accumulate: int, precision: type[Precision], number: signal.Signals
 ) -> None:
     setting = Setting(accumulate=accumulate, precision=precision, kind=Told, epoch_samples=46 * world_size)
@@ -71,7 +72,7 @@ def test_all_save_at_the_same_step_and_the_run_goes_on_exactly(
         assert extra in (0, 1)  # that step may be one that is saved anyway
         if world_size == 2:
             assert history.lines() == whole.lines()
-            assert_equal(found, expected)
+            assert not differences(found, expected)
         else:  # the buckets of the first step are other ones than later: a sum over more ranks may round otherwise
             torch.testing.assert_close(found["shared"]["model"], expected["shared"]["model"], rtol=1e-5, atol=1e-6)
         return raised.value.step, raised.value.told
@@ -81,6 +82,65 @@ def test_all_save_at_the_same_step_and_the_run_goes_on_exactly(
     step, who = values[0]
     assert step >= at + 2  # the vote of this window, or of one soon after, and one more window
     assert who == {on: number.name}
+
+
+class ToldInValidation(Told):
+    """Gets it at its second validation batch; the other ranks wait until the first one has gone."""
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return Learner.training_step(self, batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.batches += 1
+        if self.step == self.at and self.batches == 2:
+            if self.comm.rank == self.on:
+                os.kill(os.getpid(), self.number)
+                deadline = time.monotonic() + 10
+                while not self._leave.wanted and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            else:
+                while self.comm.read("leave/3") is None:  # the run that is not told has three validations
+                    time.sleep(0.01)
+        super().validation_step(batch)
+
+
+@pytest.mark.parametrize(("world_size", "on"), [(2, 0), (2, 1), (4, 3)])
+def test_told_in_a_long_validation_all_leave_it_at_once_and_it_comes_again(
+    world_size: int, on: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safetrain.preemption._LOOK_S", 0.0)
+    setting = Setting(kind=ToldInValidation, epoch_samples=46 * world_size)
+    steps_an_epoch, batches = 12, 20
+
+    def work(comm: Comm) -> int:
+        given = {"val_data": Noisy(batches * 4 * comm.world_size)}
+        whole = History()
+        straight_run = learner(Setting(epoch_samples=46 * world_size), comm, whole, MemoryCheckpoints(comm), **given)
+        straight_run.fit()
+        history, steps = History(), dict[int, bytes]()
+        first = told(
+            setting, comm, history, MemoryCheckpoints(comm, steps), steps_an_epoch, on, signal.SIGTERM, **given
+        )
+        first.batches = 0
+        with pytest.raises(safetrain.Preempted) as raised:
+            first.fit()
+        assert (raised.value.step, max(steps)) == (steps_an_epoch, steps_an_epoch)
+        read = first.batches
+        second = told(
+            setting, comm, history, MemoryCheckpoints(comm, steps), None, on, signal.SIGTERM, resume="auto", **given
+        )
+        second.batches = 0
+        second.fit()
+        assert history.seen == whole.seen
+        if world_size == 2:
+            assert history.lines() == whole.lines()
+            found, expected = final(second), final(straight_run)
+            for each in (found, expected):
+                del each["shared"]["report"]  # counts the saves
+            assert not differences(found, expected)
+        return read
+
+    assert run_ranks(work, world_size, timeout_s=100) == [2] * world_size
 
 
 def test_a_rank_that_is_told_because_another_one_failed_is_gone_at_once() -> None:

@@ -19,7 +19,7 @@ import safetrain
 from safetrain.checkpoint import Checkpoints
 from safetrain.comm import Comm
 from safetrain.policies import UnevenContinue
-from safetrain.testing import run_ranks
+from safetrain.testing import differences, run_ranks
 from tests.ranks.memory_checkpoints import MemoryCheckpoints
 from tests.ranks.resuming import (
     At,
@@ -27,7 +27,6 @@ from tests.ranks.resuming import (
     Learner,
     Noisy,
     Setting,
-    assert_equal,
     assert_exact,
     final,
     learner,
@@ -52,6 +51,15 @@ class Freezes(Learner):
 
     def training_step(self, batch: Any) -> Any:
         return self.factor * super().training_step(batch)
+
+
+class LooksAndSavesFirst(Learner):
+    """Validates before each epoch, and asks for a checkpoint in the last."""
+
+    def on_epoch_start(self) -> None:
+        assert self.validate()["val/loss"] > 0
+        if self.epoch == 2:
+            self.save()
 
 
 class Remembers(Learner):
@@ -99,6 +107,7 @@ class Ends(Learner):
     "setting",
     [
         Setting(kind=Freezes),
+        Setting(kind=LooksAndSavesFirst),
         Setting(kind=Remembers),
         Setting(kind=TakesTurns, given={"optimizer": dict.fromkeys(("0", "1", "4"), momentum_sgd)}),
         Setting(kind=Skips),
@@ -111,6 +120,7 @@ class Ends(Learner):
     ],
     ids=[
         "freezes",
+        "validates_first",
         "extra_state",
         "phases",
         "skips",
@@ -166,7 +176,7 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(world_size: int, max_ste
         found = final(trainer)
         for each in (found, expected):
             del each["shared"]["report"]  # counts the checkpoint with which the shorter one ended
-        assert_equal(found, expected)
+        assert not differences(found, expected)
 
     run_ranks(work, world_size, timeout_s=60)
 
@@ -187,7 +197,7 @@ def test_a_run_that_is_over_only_ends_again(max_steps: int | None) -> None:
 
 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2), (2, 4), (4, 2)])
-def test_on_other_ranks_each_sample_comes_once_in_the_epoch(before: int, now: int) -> None:
+def test_h88_on_other_ranks_each_sample_comes_once_in_the_epoch(before: int, now: int) -> None:
     setting = Setting(epoch_samples=96, given={"scheduler": None, "loader": EVERY_SAMPLE})
 
     def cut(comm: Comm) -> tuple[list[Any], dict[int, bytes]]:
@@ -329,7 +339,7 @@ def test_through_files(tmp_path: Path, asynchronous: bool) -> None:
         resumed.fit()
         assert history.seen == whole.seen
         assert history.lines() == whole.lines()
-        assert_equal(final(resumed), final(trainer))
+        assert not differences(final(resumed), final(trainer))
         assert Checkpoints(run_dir / "checkpoints", comm, options).load("auto").step == trainer.step
 
     run_ranks(work, 2, timeout_s=60)

@@ -37,6 +37,48 @@ def test_optimizers_by_name_of_a_submodule() -> None:
     check_optimizers(optimizers, model)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.05),
+        partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01, maximize=True),
+        partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+        partial(torch.optim.Adam, lr=0.05, weight_decay=0.1, amsgrad=True),
+        partial(torch.optim.Adam, lr=0.05, betas=(0.5, 0.9), eps=1e-3, maximize=True),
+        partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
+        partial(torch.optim.AdamW, lr=0.05, amsgrad=True, maximize=True),
+    ],
+)
+def test_steps_on_lists_are_the_steps_of_a_plain_loop_to_the_bit(make: Any) -> None:
+    weights = []
+    for lists in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 33), nn.BatchNorm1d(33), nn.Linear(33, 5))
+        optimizer = build_optimizers(make, model)["optimizer"] if lists else make(model.parameters())
+        assert optimizer.param_groups[0]["foreach"] is (True if lists else None)
+        for step in range(20):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter) * 10 ** (step % 5 - 3)
+            optimizer.step()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    ("make", "width", "chosen"),
+    [
+        (partial(torch.optim.SGD, lr=0.1, foreach=False), 2, False),
+        (partial(torch.optim.SGD, lr=0.1, fused=True), 2, None),
+        (partial(torch.optim.RMSprop, lr=0.1), 2, None),  # not tried for the same bits
+        (sgd, 1024, True),
+        (sgd, 1025, None),  # 4 MiB and more
+    ],
+)
+def test_lists_are_for_small_models_whose_user_has_not_chosen(make: Any, width: int, chosen: bool | None) -> None:
+    (optimizer,) = build_optimizers(make, nn.Linear(width, 1024, bias=False)).values()
+    assert optimizer.param_groups[0]["foreach"] is chosen
+
+
 def test_schedulers_go_with_their_optimizers() -> None:
     optimizers = build_optimizers({"generator": sgd, "discriminator": sgd}, Gan())
     step_lr = partial(torch.optim.lr_scheduler.StepLR, step_size=1)

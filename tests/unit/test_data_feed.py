@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from safetrain.config import Loader
 from safetrain.data import Feed, build_loader
 from safetrain.errors import SkipBatch, UsageError
+from safetrain.work import Work
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 
@@ -249,3 +251,58 @@ class TestStreams:
         feed = feed_of(DataLoader(Batches(), batch_size=None), 1, 2)
         feed.begin_epoch(0)
         assert rest(feed) == [[1, 1, 1], [3, 3, 3]]
+
+
+class TestWhichSamples:
+    """A failure names the samples that were at hand."""
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_each_batch_of_a_rank_with_its_place(self, workers: int) -> None:
+        feed = feed_of(list(range(12)), 1, 2, num_workers=workers)
+        for epoch in range(2):
+            feed.begin_epoch(epoch)
+            taken = []
+            while not (fetched := feed.take()).empty:
+                assert fetched.work is not None
+                taken.append((fetched.work.number, fetched.work.samples))
+                assert fetched.batch.tolist() == fetched.work.samples
+            assert taken == [(0, [1, 3]), (1, [5, 7]), (2, [9, 11])]
+        assert fetched.work is None
+        feed.begin_epoch(2, skip_batches=2)
+        work = feed.take().work
+        assert work is not None
+        assert work.in_words() == "samples 9, 11 of the dataset (batch 3 of epoch 3)"
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_the_batch_that_could_not_be_read_and_the_sample_in_it(self, workers: int) -> None:
+        feed = feed_of(Broken(ValueError("torn file")), num_workers=workers)
+        feed.begin_epoch(0)
+        given = [feed.take() for _ in range(4)]
+        assert [fetched.work.samples for fetched in given if fetched.work] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+        error = given[1].error
+        assert error is not None
+        assert "(the dataset was asked for 3)" in "".join(traceback.format_exception(error))
+
+    def test_a_dataset_that_makes_its_own_batches_or_has_other_keys(self) -> None:
+        feed = feed_of(DataLoader(list(range(4)), batch_size=None), 1, 2)
+        feed.begin_epoch(0)
+        assert [fetched.work.in_words() for fetched in (feed.take(), feed.take()) if fetched.work] == [
+            "sample 1 of the dataset (batch 1 of epoch 1)",
+            "sample 3 of the dataset (batch 2 of epoch 1)",
+        ]
+        assert Work(0, 0, [("a", 1), torch.tensor(5)]).samples == ["('a', 1)", 5]
+        many = Work(0, 6, list(range(32))).in_words()
+        assert many == "samples 0, 1, 2, 3, 4, 5, 6, 7 and 24 more of the dataset (batch 7 of epoch 1)"
+
+    @pytest.mark.parametrize(
+        ("workers", "words"),
+        [(0, "samples 2 to 3 of its part of the stream (batch 2 of epoch 2)"),
+         (2, "batch 2 of epoch 2 of its part of the stream")],
+    )  # fmt: skip
+    def test_of_a_stream_how_far_it_was(self, workers: int, words: str) -> None:
+        feed = feed_of(Counting(20), 1, 2, num_workers=workers)
+        feed.begin_epoch(1)
+        feed.take()
+        work = feed.take().work
+        assert work is not None
+        assert (work.in_words(), work.samples) == (words, [])

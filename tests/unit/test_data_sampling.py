@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, RandomSampler
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from safetrain.data import Feed
 from safetrain.errors import DataError, UsageError
+from safetrain.shares import MapShare, TensorShare
 from tests.unit.reading import CPU, feed_of, loader_of, read, read_all, sampler_of, samples
 
 
@@ -81,6 +83,45 @@ class TestOrdinaryData:
                 return [100 + key for key in keys]
 
         assert read(feed_of(Columns(range(4)), 0, 2, shuffle=False)) == [[100, 102]]
+
+
+class TestTensorDatasets:
+    """They are read a batch at a time, and nobody can tell."""
+
+    DATA = TensorDataset(torch.randn(23, 4, 2), torch.arange(23), torch.zeros(23, 0, dtype=torch.bool))
+
+    @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+    def test_the_batches_are_those_of_a_plain_loader(self, workers: int) -> None:
+        sampler = sampler_of(self.DATA, 2, 1, seed=0, drop_last=True)
+        sampler.set_epoch(3)
+        feed = feed_of(self.DATA, 1, 2, batch_size=5, num_workers=workers)
+        assert type(feed._loader.dataset) is TensorShare
+        feed.begin_epoch(3)
+        for expected in DataLoader(self.DATA, batch_size=5, sampler=sampler):
+            batch = feed.take().batch
+            assert type(batch) is list
+            for ours, theirs in zip(batch, expected, strict=True):
+                assert torch.equal(ours, theirs)
+                assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+        assert feed.take().empty
+
+    @pytest.mark.parametrize(
+        "loader",
+        [
+            DataLoader(TensorDataset(torch.randn(8, 6)[:, ::2]), 2),  # its samples don't lie one behind the other
+            DataLoader(type("Mine", (TensorDataset,), {})(torch.randn(8, 3)), 2),
+            DataLoader(DATA, 2, collate_fn=list),
+            DataLoader(DATA, None),
+        ],
+    )
+    def test_what_differs_is_read_as_it_was(self, loader: Any) -> None:
+        assert not TensorShare.fits(loader)
+        assert type(feed_of(loader, 0, 1)._loader.dataset) is MapShare
+
+    def test_keys_of_a_users_sampler_are_the_datasets_to_understand(self) -> None:
+        feed = feed_of(loader_of(self.DATA, batch_sampler=[[slice(0, 2), slice(4, 6)]]), 0, 1)
+        feed.begin_epoch(0)
+        assert torch.equal(feed.take().batch[1], torch.tensor([[0, 1], [4, 5]]))
 
 
 class TestRefusals:

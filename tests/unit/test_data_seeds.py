@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from safetrain.config import Loader
 from safetrain.data import Feed, build_loader
-from safetrain.seeding import OwnRandom, derive_seed, seed_generators, seed_process
+from safetrain.seeding import GeneratorNotes, OwnRandom, derive_seed, generator_states, seed_generators, seed_process
+from safetrain.testing import differences
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 
@@ -214,3 +215,32 @@ class TestDeriveSeed:
         }
         assert len(seeds) == 3 * 2 * 12 * 12
         assert derive_seed(1, 23) != derive_seed(12, 3)
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "random": random.random,
+    "random's normal numbers": lambda: random.gauss(0, 1),
+    "numpy": np.random.rand,
+    "numpy, a normal number": np.random.randn,  # the second of a pair is drawn with the first, and kept
+    "numpy, a whole state": lambda: np.random.randint(2, size=624),
+    "torch": lambda: torch.rand(()),
+    "torch's dropout": lambda: torch.nn.functional.dropout(torch.ones(3)),
+    "nothing": lambda: None,
+}
+
+
+@pytest.mark.parametrize("before", DRAWS)
+@pytest.mark.parametrize("what", DRAWS)
+def test_a_note_holds_where_every_generator_was(before: str, what: str) -> None:
+    notes = GeneratorNotes(torch.device("cpu"))
+    notes.take()
+    DRAWS[before]()
+    expected, note = generator_states(), notes.take()
+    DRAWS[what]()
+    notes.take()
+    assert not differences(note.states(), expected)
+    drawn = draw(), np.random.randn()
+    note.restore(torch.device("cpu"))
+    assert not differences(generator_states(), expected)
+    DRAWS[what]()
+    assert (draw(), np.random.randn()) == drawn

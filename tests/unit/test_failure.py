@@ -12,6 +12,7 @@ import pytest
 from safetrain.errors import PeerFailed, RankFailed
 from safetrain.failed import verdict_on
 from safetrain.failure import Exit, Failure, await_records, is_user_file, read_failures
+from safetrain.work import Work
 
 
 def record(rank: int, error: BaseException, *, time_ns: int = 0, victim: bool = False) -> Failure:
@@ -178,3 +179,16 @@ def test_a_loader_process_is_told_with_the_signal_that_ended_it() -> None:
     failed = RankFailed("rank 0 failed", step=4, phase="the data set")
     failed.__cause__ = second
     assert Failure.of(failed, 0, victim=False).message == str(first)
+
+
+def test_the_samples_at_hand_and_what_became_of_the_state_are_told(tmp_path: Path) -> None:
+    failed = RankFailed("rank 1 failed", step=41, phase="training_step", work=Work(1, 8, [17, 93]))
+    peer = PeerFailed("rank 1 failed at step 41: ...", ranks=[1], step=41)
+    for error in (failed, peer):
+        error.kept = "The state at step 41 is saved in checkpoints/step_41: go on with resume=auto."
+    record(1, failed).write(tmp_path)
+    record(0, peer).write(tmp_path)
+    text = summary(tmp_path, 2)
+    assert "\n\nRank 1 was at samples 17, 93 of the dataset (batch 9 of epoch 2).\n\n" in text
+    assert "\n\nThe state at step 41 is saved in checkpoints/step_41: go on with resume=auto.\n\n" in text
+    assert [(one.rank, one.samples) for one in read_failures(tmp_path)] == [(0, []), (1, [17, 93])]

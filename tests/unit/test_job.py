@@ -88,3 +88,12 @@ def test_a_rank_that_fails_in_the_grace_is_a_failure_and_not_to_be_run_again(tmp
     assert code == 1
     assert "ValueError: bad label" in text
     assert (tmp_path / "failure.txt").read_text() == text
+
+
+def test_samples_that_were_at_hand_both_times_are_named_and_only_those(tmp_path: Path) -> None:
+    at = "rank 1 was at samples 17, 93 of the dataset (batch 9 of epoch 2)"
+    Verdict("Training failed on rank 1 at step 7.", (1,), batch=at).publish(tmp_path)
+    assert job._batch_at_hand(tmp_path) == at
+    assert job._poison(at, at).startswith(f"\nBoth times {at}. Look at these samples")
+    assert job._poison("", "") == job._poison("rank 1 was at sample 5", at) == ""
+    assert job._batch_at_hand(tmp_path / "nothing") == ""

@@ -211,11 +211,11 @@ class TestSumFast:
 
         logs = logs_of(first, second)
         assert Together(logs).vectors == [[3.0, 3.0, 2.0, 1.0], [2.0, 1.0, 5.0, 1.0]]
-        assert [log.sum_fast(Together(logs)) for log in logs] == [{"loss": 1.25, "n": 7.0}] * 2
+        assert [log.sum_fast(Together(logs)) for log in logs] == [({"loss": 1.25, "n": 7.0}, [])] * 2
 
     def test_a_maximum_takes_the_other_way(self) -> None:
         logs = logs_of(lambda log: log.add("x", 1.0, how="max"), lambda log: log.add("x", 3.0, how="max"))
-        assert logs[0].sum_fast(Together(logs)) == {"x": 3.0}
+        assert logs[0].sum_fast(Together(logs)) == ({"x": 3.0}, [])
 
 
 class TestRefusals:
@@ -258,3 +258,14 @@ class TestInDatasetOrder:
     def test_h63_missing_results_are_an_error_with_the_numbers(self, lengths: list[int]) -> None:
         with pytest.raises(DataError, match=rf"the ranks gave \[{', '.join(map(str, lengths))}\] results"):
             in_dataset_order([[0] * length for length in lengths])
+
+
+def test_what_came_since_can_be_forgotten() -> None:
+    log = MetricLog()
+    log.add("loss", 1.0, weight=2)
+    before, lengths = log.state_dict(), log.lengths()
+    log.add("loss", 5.0)
+    log.add("new", torch.ones(3))
+    log.truncate(lengths)
+    assert log.state_dict() == before
+    log.add("new", 1, how="sum")  # a name that is new again

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from safetrain.errors import UsageError
-from safetrain.run_dir import choose_run_dir, occupied
+from safetrain.run_dir import choose_run_dir, forget_restart, note_for_restart, occupied, run_before_restart
 
 
 def saved_run(parent: Path, name: str, at_s: float) -> Path:
@@ -57,3 +57,19 @@ def test_two_jobs_in_one(tmp_path: Path) -> None:
         pass
     with occupied(tmp_path):
         pass
+
+
+def test_a_note_for_torchruns_restarts_is_gone_when_the_ranks_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    forget_restart()  # no torchrun, no note
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_4").mkdir(parents=True)
+    note_for_restart(str(run))
+    assert run_before_restart() == str(run)
+    forget_restart()
+    assert run_before_restart() == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from safetrain import tree
-from safetrain.best import BestMetric
 from safetrain.errors import CheckpointError
+from safetrain.keeping import metric_in
 from safetrain.metrics import MetricLog
 from safetrain.precision import BF16, FP16, FP32
 from safetrain.seeding import RankRandom, seed_generators
@@ -293,17 +293,11 @@ class TestOwn:
         assert wanted == [True]
 
 
-def test_the_best_so_far() -> None:
-    best = BestMetric("val/loss", "min")
-    assert best.judge({}) is None
-    assert [best.judge({"val/loss": value}) for value in (3.0, 2.0, 5.0)] == [3.0, 2.0, 5.0]
-    other = BestMetric("val/loss", "min")
-    other.load_state_dict(written(best.state_dict()))
-    assert other.value == 2.0
-
-
 def test_a_metric_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    assert BestMetric("val/acc", "max").judge({"val/accuracy": 0.5}) is None
+    assert metric_in({"val/acc": 0.5}, "val/acc") == 0.5
+    assert metric_in({}, "val/acc") is metric_in({"val/acc": 0.5}, None) is None
+    assert not caplog.text
+    assert metric_in({"val/accuracy": 0.5}, "val/acc") is None
     assert "checkpoint.metric=val/acc: validation did not log it. Logged: val/accuracy." in caplog.text
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from safetrain.observer import Event, RunInfo
 from safetrain.progress import ProgressBar
-from safetrain.rank_log import RankLog, Repeats, redirect_output
+from safetrain.rank_log import LOG_ONLY, RankLog, Repeats, redirect_output
 
 
 def in_a_rank(work: Callable[[], None], run_dir: Path, rank: int) -> tuple[str, str]:
@@ -67,6 +67,18 @@ def test_rank_0_is_in_its_file_and_on_the_terminal(tmp_path: Path) -> None:
     log, shown = in_a_rank(say_everything, tmp_path, 0)
     assert [text for text in EVERYTHING if text not in log] == []
     assert shown == log
+
+
+def test_what_nobody_needs_to_see_come_is_in_the_file_only(tmp_path: Path) -> None:
+    def say() -> None:
+        print("before")
+        logging.getLogger(LOG_ONLY).info("checkpoint of step 4 written")
+        logging.getLogger(LOG_ONLY).warning("no: a warning is seen")
+        print("after")
+
+    log, shown = in_a_rank(say, tmp_path, 0)
+    assert "INFO safetrain.log_only: checkpoint of step 4 written\n" in log
+    assert [line for line in log.splitlines(True) if "step 4" not in line] == shown.splitlines(True)
 
 
 def test_another_rank_is_in_its_file_and_only_its_warnings_on_the_terminal(tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""Where the time of a step goes: what a rank spends in each phase of the loop, and in words what holds a run back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from safetrain.activity import Activity
+from safetrain.stragglers import Straggler, StragglerWatch
+
+PARTS = {
+    "data": "data",
+    "training_step": "forward",
+    "backward": "backward",
+    "vote": "communication",
+    "optimizer": "optimizer",
+    "log": "logging",
+    "save_checkpoint": "checkpoints",
+}
+"""Phases of a step, and what they are called. Communication: what backward did not hide, and the wait for others."""
+OWN_WORK = ("data", "forward", "backward")
+"""What a rank does by itself: the wait for the others makes all ranks' steps equally long, so it must not count."""
+
+_WORTH_A_WORD = 0.2  # of a step
+_WORTH_A_WORD_IF_AVOIDABLE = 0.05
+
+
+class StepClock:
+    """This rank's seconds in each part of a step, lap by lap. Reads what the loop has noted anyway (activity.py)."""
+
+    def __init__(self, activity: Activity) -> None:
+        self._activity = activity
+        self._before = self._now()
+
+    def lap(self) -> dict[str, float]:
+        """Seconds in each part since the last lap."""
+        now = self._now()
+        spent = {part: now[part] - self._before[part] for part in now}
+        self._before = now
+        return spent
+
+    def _now(self) -> dict[str, float]:
+        spent = self._activity.spent
+        return {part: spent.get(phase, 0.0) for phase, part in PARTS.items()}
+
+
+class TimeTable:
+    """All ranks' seconds a step, put together at each logging interval; the same on every rank.
+
+    Attributes:
+        mean_s: of the last interval, over the ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._watch = StragglerWatch()
+        self._work: list[dict[str, float]] = []
+        self._total_s = dict.fromkeys(PARTS.values(), 0.0)
+        self._intervals = 0
+        self.mean_s: dict[str, float] = {}
+
+    def row(self, spent_s: Mapping[str, float]) -> list[float]:
+        """What this rank adds to a sum over ranks: all its parts, and its own work in places that are its alone."""
+        own = [0.0] * (len(OWN_WORK) * self._world_size)
+        own[len(OWN_WORK) * self._rank : len(OWN_WORK) * (self._rank + 1)] = [spent_s[part] for part in OWN_WORK]
+        return [*(spent_s[part] for part in PARTS.values()), *own]
+
+    def add(self, summed: Sequence[float]) -> None:
+        """The sum of all ranks' rows."""
+        parts, own = summed[: len(PARTS)], summed[len(PARTS) :]
+        self.mean_s = {part: total / self._world_size for part, total in zip(PARTS.values(), parts, strict=True)}
+        self._work = [dict(zip(OWN_WORK, own[at:], strict=False)) for at in range(0, len(own), len(OWN_WORK))]
+        for part, seconds in self.mean_s.items():
+            self._total_s[part] += seconds
+        self._intervals += 1
+
+    def straggler(self) -> Straggler | None:
+        """To be asked once an interval: a rank to name now."""
+        return self._watch.judge(self._work)
+
+    def summary(self, machine: Machine) -> str:
+        """How long a step took, where the time went, and what to change; empty where nothing was measured."""
+        if not self._intervals:
+            return ""
+        step_s = math.fsum(self._total_s.values()) / self._intervals
+        said = f"a step took {1000 * step_s:.3g} ms: {shares_in_words(self._total_s)}."
+        return f"{said} {advice(self._total_s, machine)}".rstrip()
+
+
+class Machine(NamedTuple):
+    """What advice depends on."""
+
+    loader_processes: int  # of a rank
+    cores_per_rank: int
+
+
+def shares_in_words(seconds: Mapping[str, float]) -> str:
+    """Such as ``backward 41 %, data 30 %, forward 29 %``; what is under 1 % is left out."""
+    total = math.fsum(seconds.values())
+    shares = sorted(((value / total, part) for part, value in seconds.items()), reverse=True) if total else []
+    return ", ".join(f"{part} {share:.0%}".replace("%", " %") for share, part in shares if share >= 0.01)
+
+
+def advice(seconds: Mapping[str, float], machine: Machine) -> str:
+    """One sentence on what to change, with the reason; empty where nothing stands out."""
+    total = math.fsum(seconds.values())
+    if total == 0:
+        return ""
+    share = {part: value / total for part, value in seconds.items()}
+    if share["data"] >= _WORTH_A_WORD:
+        return f"{_percent(share['data'])} of the time waits for data: {_more_loaders(share['data'], machine)}"
+    if share["logging"] >= _WORTH_A_WORD_IF_AVOIDABLE:
+        return f"{_percent(share['logging'])} of the time goes into logging: raise loop.log_every_steps."
+    if share["checkpoints"] >= _WORTH_A_WORD_IF_AVOIDABLE:
+        return (
+            f"{_percent(share['checkpoints'])} of the time goes into checkpoints: save less often "
+            "(checkpoint.every_steps, every_minutes, every_epochs)."
+        )
+    if share["communication"] >= _WORTH_A_WORD:
+        return (
+            f"{_percent(share['communication'])} of the time waits for other ranks, and for gradients that backward "
+            "did not hide: more samples a step (loader.batch_size, loop.accumulate) make that rarer, "
+            "strategy.comm_hook=fp16 halves what is sent."
+        )
+    return ""
+
+
+def _more_loaders(data_share: float, machine: Machine) -> str:
+    now = machine.loader_processes
+    # one batch takes (processes, or 1) x what is waited for and what is hidden; the rest of a step has to cover it
+    wanted = max(now + 1, math.ceil(max(now, 1) / (1 - data_share))) if data_share < 1 else now + 1
+    possible = max(0, machine.cores_per_rank - 1)
+    if now >= possible:
+        return (
+            f"loader.num_workers={now} already takes the {machine.cores_per_rank} core(s) that a rank has here, so "
+            "make a sample cheaper to read (smaller files, less work in __getitem__)."
+        )
+    return f"loader.num_workers={min(wanted, possible)} (now {now}) lets batches be read while the model computes."
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")

@@ -1,0 +1,91 @@
+"""Where the time of a step goes is told at every logging interval, and a rank that the others wait for is named."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import safetrain
+from safetrain.comm import Comm
+from safetrain.observer import Event, RunInfo
+from safetrain.testing import run_ranks
+from tests.ranks.toys import momentum_sgd
+
+SLOW_S = 0.08
+
+
+class Events:
+    def __init__(self) -> None:
+        self.told: list[Event] = []
+
+    def start(self, run: RunInfo) -> None: ...
+    def step(self, step: int, epoch: int) -> None: ...
+    def event(self, event: Event) -> None:
+        self.told.append(event)
+
+    def close(self) -> None: ...
+
+
+class Numbers(Dataset[Any]):
+    def __init__(self, slow: bool) -> None:
+        self._slow = slow
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        if self._slow:
+            time.sleep(SLOW_S)
+        return torch.full((4,), index / 64)
+
+
+class Slow(safetrain.Trainer):
+    """One rank takes its time in ``part``."""
+
+    part, culprit = "", 0
+
+    def training_step(self, batch: Any) -> Any:
+        if self.part == "forward" and self.comm.rank == self.culprit:
+            time.sleep(SLOW_S)
+        loss = self.model(batch).square().mean()
+        if self.part == "backward" and self.comm.rank == self.culprit:
+            loss.register_hook(lambda _: time.sleep(SLOW_S))
+        return loss
+
+
+def told(comm: Comm, part: str, culprit: int, model: nn.Module) -> list[Event]:
+    events = Events()
+    trainer = Slow(
+        model,
+        Numbers(slow=part == "data" and comm.rank == culprit),
+        optimizer=momentum_sgd,
+        loop=safetrain.Loop(max_steps=12, epochs=99, log_every_steps=2),
+        loader=safetrain.Loader(batch_size=1),
+        observers=[events],
+    )
+    trainer.part, trainer.culprit = part, culprit
+    trainer.fit()
+    return events.told
+
+
+@pytest.mark.parametrize("part", ["data", "forward", "backward"])
+@pytest.mark.parametrize(("world_size", "culprit"), [(2, 0), (2, 1), (4, 0), (4, 3)])
+def test_h108_a_slow_rank_is_named_with_the_part_that_is_slow(part: str, world_size: int, culprit: int) -> None:
+    """All ranks' steps take equally long, since they wait for each other; only its own work tells who it is."""
+    for events in run_ranks(told, world_size, part, culprit, nn.Linear(4, 2)):
+        texts = [event.text for event in events if event.kind == "timing"]
+        named = [text for text in texts if text.startswith(f"rank {culprit} is slower")]
+        assert len(named) == 1, texts
+        assert f"The difference is in {part}: " in named[0]
+        summary = texts[-1]
+        assert summary.startswith("a step took ")
+        means = [event.metrics for event in events if event.kind == "train"]
+        assert len(means) == 6
+        for metrics in means:
+            assert metrics[f"time/{part}_ms"] > 1000 * SLOW_S / world_size
+            assert metrics["time/communication_ms"] > 0
