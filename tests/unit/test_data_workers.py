@@ -53,7 +53,9 @@ class TestWorkers:
         loader = DataLoader(Worker(), batch_size=1, num_workers=1, multiprocessing_context=context)
         feed = feed_of(loader, 0, 1)
         feed.begin_epoch(0)
-        worker = feed.take().batch.item()
+        first = feed.take()
+        assert first.error is None, first.error
+        worker = first.batch.item()
         for number in ("TERM", "USR1"):
             subprocess.run(["kill", f"-{number}", str(worker)], check=True)
         assert [feed.take().batch.item() for _ in range(3)] == [worker] * 3
