@@ -41,7 +41,9 @@ class Mine(safetrain.Trainer):
         return self.model(batch).square().mean()
     def validation_step(self, batch):
         if self.step == self.at and self.comm.rank == self.culprit and self.fault == "wait_in_validation":
-            self.wait()
+            Path(self.run_dir, "waiting").touch()
+            while not self._leave.wanted:
+                time.sleep(0.02)
         self.log("loss", self.model(batch).square().mean(dim=1))
     def error(self):
         raise ValueError("bad label 12")  # the line that the summary must name

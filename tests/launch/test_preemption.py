@@ -121,7 +121,6 @@ def test_told_in_validation(project: Project) -> None:
     process = project.start(*LONG, "trainer.fault=wait_in_validation", "trainer.at=4")
     project.wait_for(lambda: bool(list(project.folder.glob("outputs/*/*/waiting"))), "the wait")
     to_launcher(project, process)
-    (project.folder / "go_on").touch()
     done = project.finish(process)
     assert done.code == 75
     [run_dir] = project.run_dirs()
