@@ -12,6 +12,7 @@ from safetrain.activity import ACTIVITY
 from safetrain.audit import ReplicaAudit
 from safetrain.build import check_optimizers
 from safetrain.data import build_feed
+from safetrain.errors import UsageError
 from safetrain.feed import Feed
 from safetrain.keeping import Keeper
 from safetrain.parts import Parts, UserCode
@@ -22,6 +23,7 @@ from safetrain.resume import find_checkpoint, state_of
 from safetrain.seeding import seed_process
 from safetrain.timing import Machine
 from safetrain.window import Window
+from safetrain.words import ranks_in_words
 
 if TYPE_CHECKING:
     from safetrain.trainer import Trainer
@@ -47,6 +49,9 @@ def assemble(trainer: Trainer) -> Run:
     ACTIVITY.restart("build")
     comm, options, seed = trainer.comm, trainer.loader, trainer.seed
     comm.collectives.compares = trainer.audit.collectives
+    without = [rank for rank, has_one in enumerate(comm.gather(trainer.run_dir is not None)) if not has_one]
+    if 0 < len(without) < comm.world_size:
+        raise UsageError(f"{ranks_in_words(without)} got no run_dir, and others did: give it on all ranks")
     checkpoints = trainer.build_checkpoints()
     resumption = find_checkpoint(checkpoints, trainer.resume, trainer.run_dir)
     trainer.step, trainer.epoch = (resumption.saved.step, resumption.saved.epoch) if resumption else (0, 0)

@@ -309,6 +309,22 @@ def test_resume_needs_a_run_directory() -> None:
     run_ranks(work, 1)
 
 
+@pytest.mark.parametrize(("world_size", "has_one"), [(2, 0), (2, 1), (4, 3)])
+def test_h11_a_run_directory_on_one_rank_only(world_size: int, has_one: int, tmp_path: Path) -> None:
+    """Reported: a path that comes from a logger of rank 0 is None elsewhere, and the ranks wait for each other."""
+
+    def work(comm: Comm) -> str:
+        run_dir = tmp_path if comm.rank == has_one else None
+        trainer = learner(Setting(), comm, History(), MemoryCheckpoints(comm), run_dir=run_dir)
+        with pytest.raises(safetrain.UsageError) as refused:
+            trainer.fit()
+        return str(refused.value)
+
+    others = {(2, 0): "rank 1", (2, 1): "rank 0", (4, 3): "ranks 0-2"}[world_size, has_one]
+    said = run_ranks(work, world_size, timeout_s=20)
+    assert said == [f"{others} got no run_dir, and others did: give it on all ranks"] * world_size
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_through_files(tmp_path: Path, asynchronous: bool) -> None:
     """The same, with checkpoints on disk; a damaged one is passed over."""
