@@ -144,15 +144,16 @@ class GeneratorNotes:
 
     def take(self) -> GeneratorNote:
         memory = _numpy_memory()
-        if memory != self._numpy_memory or self._numpy[3]:
+        if memory is None or memory != self._numpy_memory or self._numpy[3]:
             self._numpy, self._numpy_memory = np.random.get_state(), memory
         on_device = None if self._device.type == "cpu" else torch.cuda.get_rng_state(self._device)
         return GeneratorNote((random.getstate(), self._numpy, torch.default_generator.get_state()), on_device)
 
 
-def _numpy_memory() -> bytes:
-    """The words of numpy's legacy generator (an MT19937: 624, and how many of them are used up)."""
-    return ctypes.string_at(np.random.get_bit_generator().ctypes.state_address, 625 * 4)  # type: ignore[attr-defined]
+def _numpy_memory() -> bytes | None:
+    """The words of numpy's legacy generator (624, and how many of them are used up); None of one put in its place."""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    return ctypes.string_at(generator.ctypes.state_address, 625 * 4) if type(generator) is np.random.MT19937 else None
 
 
 def _in_plain_values(states: tuple[Any, ...]) -> dict[str, Any]:
