@@ -1,7 +1,7 @@
 """A run that is killed again and again, at random instants, and resumed each time, ends as one that was left alone.
 
-    python -m benchmarks.kill_and_resume                        50 kills, about 6 minutes
-    python -m benchmarks.kill_and_resume --kills 200 --seed 3
+    python -m benchmarks.kill_and_resume                        50 kills
+    python -m benchmarks.kill_and_resume --kills 200 --seed 3 --minutes 60
 
 The page goes to benchmarks/results. SIGKILL goes to the launcher, to one rank, or to all of them, in any phase:
 start-up, steps, validation, saves. In the end every tensor and number of the last checkpoint (weights, optimizer,
