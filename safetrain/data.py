@@ -14,6 +14,7 @@ from safetrain.comm import Comm
 from safetrain.config import Loader
 from safetrain.errors import DataError, UsageError
 from safetrain.feed import Feed, Fetched
+from safetrain.lifetime import loader_context
 from safetrain.sampling import Place, plan_batches
 from safetrain.shares import MapShare, StreamShare, TensorShare, as_it_is, start_worker
 
@@ -70,7 +71,7 @@ def build_loader(
         pin_memory=given.pin_memory and torch.accelerator.is_available(),  # without one there is nothing to pin for
         timeout=given.timeout,
         worker_init_fn=partial(start_worker, given.worker_init_fn),
-        multiprocessing_context=given.multiprocessing_context,
+        multiprocessing_context=loader_context(given.multiprocessing_context) if given.num_workers else None,
         generator=torch.Generator(),  # a loader must not draw from the generator that the model's dropout draws from
         in_order=given.in_order,
     )

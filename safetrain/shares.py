@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate, get_worker_info
 
 from safetrain.legs import Leg, left_of
-from safetrain.lifetime import die_with_parent, heed_only_parent
+from safetrain.lifetime import die_with_parent, heed_no_signal_of_a_scheduler
 from safetrain.sampling import Place
 from safetrain.seeding import OwnRandom, derive_seed, seed_generators
 from safetrain.stacks import answer_signals
@@ -166,7 +166,7 @@ def as_it_is(batch: Any) -> Any:
 
 def start_worker(users_own: Callable[[int], None] | None, worker: int) -> None:
     """First thing in a loader worker: tie its life to the rank's, then call the user's ``worker_init_fn``."""
-    heed_only_parent()
+    heed_no_signal_of_a_scheduler()
     die_with_parent()
     answer_signals()
     info: Any = get_worker_info()
