@@ -99,6 +99,7 @@ def test_at_every_operation_on_files(tmp_path: Path) -> None:
     assert found == {1, 2}
 
 
+@pytest.mark.exhaustive
 def test_at_every_operation_where_a_step_is_saved_again(tmp_path: Path) -> None:
     for count in range(1, 500, 3):
         folder = tmp_path / str(count)
@@ -123,6 +124,7 @@ def test_at_any_byte(tmp_path: Path) -> None:
         assert check_and_go_on(folder, 1, 2) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_one_of_two_ranks_at_any_instant(tmp_path: Path, culprit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank dies while both save, again and again; the next run loads what is there."""

@@ -95,6 +95,7 @@ def test_without_rank_0_there_is_nobody_at_the_address() -> None:
     assert "Connection refused" in said
 
 
+@pytest.mark.exhaustive
 def test_world_sizes_that_differ_are_told_at_once() -> None:  # H74
     said = attempts((0, 2), (1, 3))
     assert len(set(said)) == 1
@@ -110,12 +111,14 @@ def test_a_rank_that_is_there_twice_is_told_with_both_processes(last: int) -> No
     assert "Use one launcher." in said[0]
 
 
+@pytest.mark.exhaustive
 def test_a_launcher_inside_a_launcher() -> None:  # H74: four processes, RANK 0, 1, 0, 1, of WORLD_SIZE 2
     said = attempts((0, 2), (1, 2), (0, 2), (1, 2), stay_s=1.0)
     assert sum("two processes have RANK=" in words for words in said) >= 2
     assert any("is taken by process" in words for words in said)
 
 
+@pytest.mark.exhaustive
 def test_a_second_process_of_a_rank_that_comes_late_is_refused_and_the_others_train_on() -> None:
     said = attempts((0, 2), (1, 2), (1, 2), delay_s={1: 0.5, 2: 1.5}, stay_s=1.5)
     assert said[:2] == ["met 2", "met 2"]
@@ -142,6 +145,7 @@ def test_a_name_that_nobody_knows(rank: int, name: str) -> None:  # H77
     assert ("begins or ends with a blank" in said) == name.endswith(" ")
 
 
+@pytest.mark.exhaustive
 def test_rank_0_at_an_address_of_another_machine() -> None:
     (said,) = attempts((0, 2), MASTER_ADDR="198.51.100.1")  # reserved for documentation: nobody has it
     assert "MASTER_ADDR=198.51.100.1: that is not " in said

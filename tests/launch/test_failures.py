@@ -60,11 +60,13 @@ def test_a_rank_that_leaves_without_a_word_is_told_by_its_exit_code(project: Pro
     assert others(ranks, on) in text
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_leaves_with_success_before_the_end_has_failed(project: Project) -> None:
     text = fail(project, "leave_quietly", 2, 1)
     assert re.match(r"Training failed: rank 1 \(process \d+\) left with exit code 0 before the others", text)
 
 
+@pytest.mark.exhaustive
 def test_sys_exit_in_user_code_is_a_failure(project: Project) -> None:
     assert "SystemExit: 7" in fail(project, "system_exit", 2, 1)
 
@@ -82,6 +84,7 @@ def test_a_rank_that_ignores_signals_is_gone_after_the_grace(project: Project) -
     assert re.match(r"Training failed: rank 1 \(process \d+\) left with exit code 3", done.err)
 
 
+@pytest.mark.exhaustive
 def test_a_thread_that_goes_on_keeps_no_failed_rank_alive(project: Project) -> None:  # H28, H29
     text = fail(project, "error_beside_a_thread", 2, 1)
     assert "  ValueError: bad label 13\n" in text

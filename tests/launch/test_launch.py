@@ -24,6 +24,7 @@ def test_a_users_folder_trains_by_one_command(project: Project) -> None:
     assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
+@pytest.mark.exhaustive
 def test_one_rank_goes_the_same_way(project: Project) -> None:
     done = project.run("recipe=mine", "launch.nproc_per_node=1")
     assert (done.code, done.err) == (0, "")
@@ -38,6 +39,7 @@ def test_jobs_at_the_same_time_have_ports_and_directories_of_their_own(project: 
     assert len(project.run_dirs()) == 3
 
 
+@pytest.mark.exhaustive
 def test_files_named_like_pythons_own_modules_break_nothing(project: Project) -> None:
     for name in ("queue", "random", "types", "logging", "tempfile", "socket", "token", "platform", "typing", "enum"):
         # what the interpreter imports before any code of ours runs is out of reach; these come after
@@ -47,6 +49,7 @@ def test_files_named_like_pythons_own_modules_break_nothing(project: Project) ->
     assert (done.code, done.err) == (0, "")
 
 
+@pytest.mark.exhaustive
 def test_variables_of_the_config_reach_the_ranks(project: Project) -> None:
     (project.folder / "mine.py").write_text(
         (project.folder / "mine.py").read_text()
@@ -57,12 +60,14 @@ def test_variables_of_the_config_reach_the_ranks(project: Project) -> None:
     assert Path(run_dir, "seen").read_text() == "7"
 
 
+@pytest.mark.exhaustive
 def test_a_metric_that_is_never_logged_is_an_error(project: Project) -> None:
     done = project.run("recipe=mine", "metric=val/los")
     assert done.code == 2
     assert "metric=val/los: was not logged. Did you mean val/loss? Logged: val/loss." in done.err
 
 
+@pytest.mark.exhaustive
 def test_the_same_directory_twice_does_not_mix_two_runs(project: Project) -> None:
     assert project.run("recipe=mine", "hydra.run.dir=fixed", "trainer.fault=error").code == 1
     assert (project.folder / "fixed" / "failure.txt").exists()

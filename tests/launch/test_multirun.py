@@ -25,6 +25,7 @@ def test_each_job_runs_once_and_its_metric_is_told(project: Project) -> None:
     assert metrics[0] != metrics[1]
 
 
+@pytest.mark.exhaustive
 def test_a_failed_job_shows_and_the_others_are_kept(project: Project) -> None:
     done = project.run("-m", "recipe=mine", "trainer.fault=error,''")
     assert done.code == 1
@@ -37,6 +38,7 @@ def test_a_failed_job_shows_and_the_others_are_kept(project: Project) -> None:
     assert "failed" not in table[1]
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_value_refuses_its_job_only(project: Project) -> None:
     done = project.run("-m", "recipe=mine", "loop.max_steps=none,2")
     assert done.code == 2
@@ -45,6 +47,7 @@ def test_a_wrong_value_refuses_its_job_only(project: Project) -> None:
     assert json.loads((passed / "result.json").read_text())["step"] == 2
 
 
+@pytest.mark.exhaustive
 def test_a_sweeper_gets_the_metric(project: Project) -> None:
     plugins = project.folder / "hydra_plugins"  # where Hydra wants sweepers to live
     plugins.mkdir()

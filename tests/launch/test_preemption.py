@@ -116,6 +116,7 @@ def test_a_rank_that_is_stuck_costs_the_grace_and_no_checkpoint(project: Project
         assert (path.name, manifest.step) == ("step_8", 8)
 
 
+@pytest.mark.exhaustive
 def test_told_in_validation(project: Project) -> None:
     """It is left; who goes on runs it again."""
     process = project.start(*LONG, "trainer.fault=wait_in_validation", "trainer.at=4")
@@ -128,6 +129,7 @@ def test_told_in_validation(project: Project) -> None:
     assert "validation" not in [event["kind"] for event in events(run_dir)]
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_ends_with_its_job(project: Project) -> None:
     process = project.start("-m", *LONG, "trainer.fault=wait", "seed=1,2")
     project.wait_for(lambda: bool(list(project.folder.glob("outputs/multirun/*/0/waiting"))), "the wait")

@@ -96,6 +96,7 @@ def test_replicas_that_drift_apart(project: Project) -> None:
     assert json.loads((run_dir / "failure.json").read_text())["culprits"] == []  # of two, nobody knows which
 
 
+@pytest.mark.exhaustive
 def test_a_section_that_fails(project: Project) -> None:
     text = summary(project, "section", 2, 0)
     assert re.match(r"Training failed on rank 0 at step 0 in rank_zero\('export'\)", text)
@@ -132,6 +133,7 @@ def test_a_breakpoint_stops_one_rank_on_the_terminal_and_pauses_all_watchdogs(pr
     assert "went on with 6" in Path(run_dir, "logs", f"rank_{on}.log").read_text()
 
 
+@pytest.mark.exhaustive
 def test_without_a_terminal_a_breakpoint_warns_and_training_goes_on(project: Project) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "safetrain", "recipe=mine", "trainer._target_=differs.Stops", "trainer.culprit=1"],

@@ -74,6 +74,7 @@ def test_a_failure_that_comes_again_is_not_tried_a_third_time(project: Project) 
     assert lines == wanted
 
 
+@pytest.mark.exhaustive
 def test_torchrun_starts_the_ranks_again(project: Project) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = project.run(*JOB, "trainer.fault=die_once", program=[*torchrun, "--max-restarts", "1", "-m", "safetrain"])

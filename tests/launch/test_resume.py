@@ -59,6 +59,7 @@ def test_everything_is_killed_and_resume_auto_goes_on(project: Project) -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.exhaustive
 def test_a_rank_is_killed_and_another_number_of_ranks_goes_on(project: Project) -> None:
     failed = project.run(*THREE_EPOCHS, EVERY_TWO_STEPS, "trainer.fault=die", "trainer.at=7", "trainer.culprit=1")
     assert failed.code == 1

@@ -45,6 +45,7 @@ def test_ctrl_c_in_training(project: Project, send: Callable[[subprocess.Popen[s
     assert done.err.startswith("Interrupted by SIGINT; no rank is left. Run directory: outputs/mine/")
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_twice(project: Project) -> None:  # H82
     process = project.start("recipe=mine", "trainer.fault=sleep")
     project.wait_until_training()
@@ -53,6 +54,7 @@ def test_ctrl_c_twice(project: Project) -> None:  # H82
     ended_by(project, process, signal.SIGINT)
 
 
+@pytest.mark.exhaustive
 def test_a_lost_terminal_ends_it_likewise(project: Project) -> None:
     process = project.start("recipe=mine", "trainer.fault=sleep")
     project.wait_until_training()
@@ -60,6 +62,7 @@ def test_a_lost_terminal_ends_it_likewise(project: Project) -> None:
     ended_by(project, process, signal.SIGHUP)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_while_the_parent_imports(project: Project) -> None:
     # the user's module says when: it is imported by the parent, after torch has begun to be
     (project.folder / "mine.py").write_text(
@@ -78,6 +81,7 @@ def test_ctrl_c_while_the_ranks_import(project: Project) -> None:
     ended_by(project, process, signal.SIGINT)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("libraries", [25, 40, 50, 58])
 def test_ctrl_c_at_other_moments_of_the_start(project: Project, libraries: int) -> None:
     # how many shared libraries it has mapped tells how far its imports are, whatever the speed of the machine
@@ -96,6 +100,7 @@ def test_a_killed_launcher_leaves_no_rank_and_no_loader_process(project: Project
     assert project.gone()
 
 
+@pytest.mark.exhaustive
 def test_a_launcher_killed_while_the_ranks_import_leaves_none(project: Project) -> None:
     process = project.start("recipe=mine", "trainer.fault=sleep")
     project.wait_for(lambda: len(project.ranks()) >= 1, "the start of a rank")

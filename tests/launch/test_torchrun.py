@@ -73,6 +73,7 @@ def test_a_config_that_rank_0_refuses_ends_all_with_one_message(project: Project
     assert project.run_dirs() == []
 
 
+@pytest.mark.exhaustive
 def test_ranks_set_by_hand_train_and_are_refused_together(project: Project) -> None:
     assert [done.code for done in by_hand(project, [(0, 2), (1, 2)], "recipe=mine")] == [0, 0]
     refused = by_hand(project, [(0, 2), (1, 2)], "recipe=mine", "model.in_feature=3")
@@ -111,6 +112,7 @@ def test_an_environment_that_no_launcher_makes_is_refused(
     assert "Traceback" not in done.err
 
 
+@pytest.mark.exhaustive
 def test_two_processes_of_one_rank_are_refused(project: Project) -> None:
     # what a program does that torchrun started and that spawns ranks itself
     (project.folder / "spawns.py").write_text(
@@ -128,6 +130,7 @@ def test_two_processes_of_one_rank_are_refused(project: Project) -> None:
     assert "Use one launcher." in done.err
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_needs_our_launcher(project: Project) -> None:
     done = project.run("-m", "recipe=mine", "seed=1,2", program=TORCHRUN)
     assert done.err.count("a sweep needs a launcher of its own for each job") == 1
