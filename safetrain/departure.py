@@ -21,7 +21,7 @@ def tell(verdict: Verdict, run_dir: Path | None, *, tells: bool) -> None:
     text = verdict.publish(run_dir)
     unread = run_dir is None or published(run_dir) is None  # the disk took no file, and the launcher has none to read
     if text is not None and (tells or unread):
-        _within(_FLUSH_S, lambda: _print(text))
+        within(_FLUSH_S, lambda: _print(text))
 
 
 def leave_now(silent: Iterable[int] = ()) -> NoReturn:
@@ -29,7 +29,7 @@ def leave_now(silent: Iterable[int] = ()) -> NoReturn:
     for pid in silent:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    _within(_FLUSH_S, rank_log.flush)
+    within(_FLUSH_S, rank_log.flush)
     os._exit(1)
 
 
@@ -40,7 +40,8 @@ def _print(text: str) -> None:
     stream.flush()
 
 
-def _within(limit_s: float, action: Callable[[], None]) -> None:
+def within(limit_s: float, action: Callable[[], None]) -> None:
+    """Do it in a thread; go on without it after ``limit_s``."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(limit_s)

@@ -48,7 +48,7 @@ def verdict_on(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> Ve
             f"{ranks_in_words(victims).capitalize()} did not fail: ended because {ranks_in_words(sorted(told))} did."
         )
     kept = next((failure.kept for failure in failures if failure.kept), "")
-    return replace(verdict, others=tuple(others), kept=kept, ranks=(*failures, *silent))
+    return replace(verdict, others=tuple(others), kept=kept, ranks=(*failures, *silent), world_size=world_size)
 
 
 def preempted(left: Preempted, run_dir: Path) -> Verdict:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from safetrain.errors import PeerFailed, RankFailed, RanksDiffer, SafetrainError
 
@@ -45,6 +45,7 @@ class Failure:
         culprits: the ranks that failed, where a victim was told which; the odd ones out, where ranks differ.
         batch: the batch that was at hand, in words; ``samples``: all of its keys in the dataset.
         kept: what became of the state of the last whole step, in words.
+        collectives: the rank's last ones (flight_recorder.Collective), where they could be had.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class Failure:
     batch: str = ""
     samples: list[int | str] = field(default_factory=list)
     kept: str = ""
+    collectives: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, error: BaseException, rank: int, *, victim: bool) -> Self:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch._C._distributed_c10d as c10d
@@ -29,6 +29,8 @@ class Collective:
         number: of the group's collectives, counted from 1.
         shapes: of its inputs; dtype: of the first one.
         done: it is over on this rank, well or not.
+        issued_ns, ended_ns: since the epoch, by the machine's clock; None where not known. Gloo tells no end, NCCL's is
+            when torch noticed it.
     """
 
     group: str
@@ -39,6 +41,8 @@ class Collective:
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
     done: bool
+    issued_ns: int | None = field(default=None, compare=False)
+    ended_ns: int | None = field(default=None, compare=False)
 
 
 def switch_on() -> None:
@@ -46,7 +50,7 @@ def switch_on() -> None:
     os.environ.setdefault(_SIZE, _ENTRIES)
 
 
-def last_collectives(per_group: int = 3) -> list[Collective]:
+def last_collectives(per_group: int = 6) -> list[Collective]:
     """The last collectives of each group, oldest first, and all that are not over."""
     world = dist.distributed_c10d._world
     members = {str(world.pg_names[group]): tuple(sorted(ranks)) for group, ranks in world.pg_group_ranks.items()}
@@ -77,4 +81,6 @@ def _collective(entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]
         shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
         dtype=next(iter(entry["input_dtypes"]), ""),
         done=entry["retired"],
+        issued_ns=entry.get("time_created_ns"),
+        ended_ns=entry.get("time_discovered_completed_ns"),
     )

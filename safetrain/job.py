@@ -168,7 +168,7 @@ def _from_where(config: Config, saved: str) -> str:
 
 def _set_aside(run_dir: Path) -> None:
     """Keep what is known of a failed attempt: ``failure.txt`` becomes ``failure_1.txt``, or the next free number."""
-    names = ("failure.txt", "failure.json", "failures")
+    names = ("failure.txt", "failure.json", "failure.html", "failures")
     kept = (
         [path.with_name(f"{path.stem}_{number}{path.suffix}") for path in map(run_dir.joinpath, names)]
         for number in itertools.count(1)

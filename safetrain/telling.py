@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from safetrain.flight_recorder import Collective
 from safetrain.standstill import remedy_for
 from safetrain.testimony import Testimony
-from safetrain.words import ranks_in_words
+from safetrain.words import call_in_words, ranks_in_words
 
-_GROUPS = {
-    "default_pg": "the default group",
-    "safetrain_ddp": "the gradients",
-    "safetrain_control": "safetrain's own agreement",
-}
-_NUMBERS = {"Float": "floats", "Double": "doubles", "Long": "int64 numbers", "Half": "fp16 numbers"}
 _DOING = {
     "data": "fetching data",
     "build": "building",
@@ -81,14 +74,3 @@ def wait_in_words(one: Testimony) -> str:
     if name:
         return f"{meeting}({name!r})"
     return "a wait for other ranks" if one.pending is None else call_in_words(one.pending)
-
-
-def call_in_words(call: Collective) -> str:
-    """``all_reduce of 72 floats (the gradients)``."""
-    about = _GROUPS.get(call.about, f"group {call.about if call.about not in ('', 'undefined') else call.group}")
-    kind = _NUMBERS.get(call.dtype, f"{call.dtype.lower()} numbers")
-    sizes = ["x".join(map(str, shape)) or "1" for shape in call.shapes]
-    if not sizes or call.op == "barrier":
-        return f"{call.op} ({about})"
-    amount = sizes[0] if len(sizes) == 1 else f"{len(sizes)} tensors of {' and '.join(sizes[:3])}"
-    return f"{call.op} of {amount} {kind} ({about})"

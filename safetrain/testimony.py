@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,6 +63,7 @@ class Testimony:
         collectives: the last ones of each group.
         calls: what user code issued since the last vote, in words.
         workers: loader processes, where the rank waits for one.
+        time_ns, since_ns: when it was said, and when the phase began, by the rank's own clock; 0: not known.
     """
 
     rank: int
@@ -79,6 +81,8 @@ class Testimony:
     collectives: tuple[Collective, ...] = ()
     calls: tuple[str, ...] = ()
     workers: tuple[Worker, ...] = ()
+    time_ns: int = 0
+    since_ns: int = 0
 
     @classmethod
     def brief(cls, rank: int, patience: Patience) -> Self:
@@ -101,9 +105,11 @@ class Testimony:
             limit_s = max(limit_s, patience.compile_limit_s) if _in(stack, _COMPILERS) else limit_s
             state = "stuck" if one.seconds > limit_s else "moving"
         workers = _workers() if state == "stuck" and _waits_for_loader(stack) else ()
+        now_ns = time.time_ns()
         return replace(
-            one, state=state, limit_s=limit_s, stack=stack, collectives=collectives, workers=workers, calls=tuple(calls)
-        )
+            one, state=state, limit_s=limit_s, stack=stack, collectives=collectives, workers=workers,
+            calls=tuple(calls), time_ns=now_ns, since_ns=now_ns - int((time.monotonic() - ACTIVITY.since) * 1e9),
+        )  # fmt: skip
 
     def probed(self, host: str) -> Self:
         """Of a silent rank, with what can be found out from outside, where it is on this ``host``."""

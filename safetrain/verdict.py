@@ -6,16 +6,26 @@ still.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import platform
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from safetrain import __version__, page
+from safetrain.failure import is_user_file
+from safetrain.stacks import Frame
+
 _LOGS_TOLD = 4
+_FAILED = 1  # exit code
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Verdict:
         cause, remedy: what it usually comes from and what to do; empty where ``detail`` says enough.
         evidence: lines to read on: a traceback, a stack, the end of a log.
         ranks: what all this is drawn from: a dataclass for each rank that is known of.
+        world_size: how many ranks the job had; 0: those in ``ranks`` are all.
         exit_code: the job's; that of a preempted one (75) says: run it again. torchrun leaves with 1 in any case.
     """
 
@@ -46,6 +57,7 @@ class Verdict:
     remedy: str = ""
     evidence: tuple[str, ...] = ()
     ranks: tuple[Any, ...] = ()
+    world_size: int = 0
     exit_code: int = 1
 
     def text(self, run_dir: Path | None) -> str:
@@ -67,13 +79,22 @@ class Verdict:
         logs = [(rank, run_dir / "logs" / f"rank_{rank}.log") for rank in self.culprits[:_LOGS_TOLD]]
         return [
             *(f"Log of rank {rank}: {log}" for rank, log in logs if log.exists()),
-            *([f"All that is known of every rank: {_json_path(run_dir)}"] if self.ranks else []),
+            *(
+                [f"All that is known of every rank: {run_dir / page.NAME} (for programs: {_json_path(run_dir).name})"]
+                if self.ranks
+                else []
+            ),
         ]
 
     def to_json(self, run_dir: Path) -> str:
         """For programs: all of it, and the text."""
-        facts = {"text": self.text(run_dir), **asdict(self)}
-        return json.dumps(_without_infinities(facts), indent=1, allow_nan=False)
+        return _to_json(self._facts(run_dir))
+
+    def _facts(self, run_dir: Path) -> dict[str, Any]:
+        versions = {"safetrain": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        facts = {"text": self.text(run_dir), "time_ns": time.time_ns(), "versions": versions, **asdict(self)}
+        _note_user_code(facts["ranks"])
+        return _without_infinities(facts)
 
     def publish(self, run_dir: Path | None) -> str | None:
         """Write ``failure.json`` and ``failure.txt``; the text to show. None: another process was first, and shows its.
@@ -82,9 +103,10 @@ class Verdict:
         """
         if run_dir is None:
             return self.text(None)
+        facts = self._facts(run_dir)
         try:
             with _json_path(run_dir).open("x") as file:
-                file.write(self.to_json(run_dir))
+                file.write(_to_json(facts))
             (run_dir / "failure.txt").write_text(self.text(run_dir))
         except FileExistsError:
             return None
@@ -92,6 +114,9 @@ class Verdict:
             with suppress(OSError):
                 _json_path(run_dir).unlink()  # half a file says nothing
             return f"{self.text(None)}\n{run_dir} takes no file: {error}\n"
+        if self.exit_code == _FAILED:
+            with suppress(OSError):  # the text and the facts are there
+                page.write(run_dir, facts)
         return self.text(run_dir)
 
 
@@ -113,12 +138,26 @@ def published(run_dir: Path) -> Published | None:
 def forget(run_dir: Path) -> None:
     """Remove the verdict on an earlier job, and what it was drawn from."""
     shutil.rmtree(run_dir / "failures", ignore_errors=True)
-    for path in (_json_path(run_dir), run_dir / "failure.txt"):
+    for path in (_json_path(run_dir), run_dir / "failure.txt", run_dir / page.NAME):
         path.unlink(missing_ok=True)
 
 
 def _json_path(run_dir: Path) -> Path:
     return run_dir / "failure.json"
+
+
+def _to_json(facts: Mapping[str, Any]) -> str:
+    return json.dumps(facts, indent=1, allow_nan=False)
+
+
+def _note_user_code(ranks: Sequence[dict[str, Any]]) -> None:
+    """In the stacks: which frames are the user's, and their lines. Who reads the file may have neither."""
+    is_users = functools.cache(is_user_file)
+    for rank in ranks:
+        for owner in (rank, *rank.get("workers", ())):
+            for frame in owner.get("stack", ()):
+                if is_users(frame["file"]):
+                    frame.update(user=True, source=Frame(**frame).source)
 
 
 def _without_infinities(value: Any) -> Any:

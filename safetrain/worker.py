@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,9 +21,11 @@ from hydra.errors import InstantiationException
 from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm, is_communication_error, launcher_place
 from safetrain.config import Config
+from safetrain.departure import within
 from safetrain.errors import PeerFailed, Preempted
 from safetrain.failed import preempted, verdict_on
 from safetrain.failure import Failure, await_records
+from safetrain.flight_recorder import last_collectives
 from safetrain.injection import Fault, inject
 from safetrain.peers import gone_ranks
 from safetrain.rank_log import RankLog, fresh_line, redirect_output
@@ -33,6 +35,8 @@ from safetrain.trainer import Trainer
 from safetrain.watchdog import watch
 
 _RECORD_LIMIT_S = 3.0  # a victim's longest wait for the culprit's record: writing one takes milliseconds
+
+_RECORDER_LIMIT_S = 0.5  # for what is good to have: a dump takes 0.2 ms, but a lock of NCCL's may be held for ever
 
 
 def main(config_file: str) -> None:
@@ -156,6 +160,7 @@ def _tell(error: BaseException, run_dir: Path, rank: int, world_size: int, log: 
     cause = error.__cause__ or error
     failure = Failure.of(error, rank, victim=is_communication_error(error) or is_communication_error(cause))
     failure.write(run_dir)
+    within(_RECORDER_LIMIT_S, lambda: _with_collectives(failure).write(run_dir))
     if isinstance(error, PeerFailed):
         await_records(run_dir, error.ranks, _RECORD_LIMIT_S)
     log.flush()
@@ -165,6 +170,10 @@ def _tell(error: BaseException, run_dir: Path, rank: int, world_size: int, log: 
         text = _story(failure, run_dir, world_size)
         log.terminal.write(fresh_line(log.terminal) + text)
         log.terminal.flush()
+
+
+def _with_collectives(failure: Failure) -> Failure:
+    return replace(failure, collectives=[asdict(one) for one in last_collectives()])
 
 
 def _story(failure: Failure, run_dir: Path, world_size: int) -> str:
