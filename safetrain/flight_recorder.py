@@ -25,7 +25,8 @@ class Collective:
 
     Attributes:
         group: the group's name, the same on all its ranks; ``about`` is what it was described as.
-        members: the ranks of the group; empty where that is not known.
+        members: the ranks of the group; empty: all of them (a thousand names in each record would be megabytes), or
+            not known.
         number: of the group's collectives, counted from 1.
         shapes: of its inputs; dtype: of the first one.
         done: it is over on this rank, well or not.
@@ -53,7 +54,11 @@ def switch_on() -> None:
 def last_collectives(per_group: int = 6) -> list[Collective]:
     """The last collectives of each group, oldest first, and all that are not over."""
     world = dist.distributed_c10d._world
-    members = {str(world.pg_names[group]): tuple(sorted(ranks)) for group, ranks in world.pg_group_ranks.items()}
+    everyone = max(map(len, world.pg_group_ranks.values()), default=0)
+    members = {
+        str(world.pg_names[group]): tuple(sorted(ranks)) if len(ranks) < everyone else ()
+        for group, ranks in world.pg_group_ranks.items()
+    }
     found: dict[str, list[Collective]] = {}
     for dump in _dumps():
         for entry in pickle.loads(dump).get("entries", ()):

@@ -22,6 +22,7 @@ from safetrain.words import group_in_words
 
 NAME = "failure.html"
 
+_LONG = 150  # characters of a headline
 _DIFFERENCES = 6  # at most that many are shown
 _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")  # what no HTML may hold
 _NEXT_SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z])")
@@ -97,7 +98,7 @@ def _head(known: Facts) -> str:
     return "\n".join(
         [
             f'<header>\n<p class="kicker"><b>safetrain</b>{"".join(f" · {fact}" for fact in facts if fact)}</p>',
-            f"<h1>{escape(story)}</h1>",
+            f'<h1 class="{"long" if len(story) > _LONG else ""}">{escape(story)}</h1>',
             *(f'<p class="lead">{_with_code(text)}</p>' for text in more),
             *([f'<pre class="box more">{escape(rest)}</pre>'] if rest else []),
             *_place(known),

@@ -29,6 +29,7 @@ h1 { margin: 10px 0 0; font-size: clamp(21px, 2.5vw, 29px); line-height: 1.28; f
   text-wrap: pretty; overflow-wrap: anywhere; }
 h2 { margin: 40px 0 10px; font-size: 15px; font-weight: 650; }
 h2 small { margin-left: 8px; color: var(--soft); font-weight: 400; font-size: 13px; }
+h1.long { font-size: clamp(18px, 2vw, 21px); line-height: 1.4; }
 .lead { font-size: 16px; color: var(--soft); }
 b.bad { color: var(--bad); font-weight: 600; }
 table.parting td:nth-child(1) { width: 30%; color: var(--soft); } table.parting td:nth-child(2) { width: 26%; }
@@ -74,7 +75,7 @@ summary:hover { color: var(--ink); }
 summary:focus-visible, a:focus-visible { outline: 2px solid var(--yours); outline-offset: 2px; border-radius: 3px; }
 ol.stack { margin: 8px 0 4px; padding: 0; list-style: none;
   font-family: ui-monospace, Menlo, "DejaVu Sans Mono", monospace;
-  font-size: 12.5px; color: var(--faint); overflow-wrap: anywhere; }
+  font-size: 12.5px; color: var(--soft); overflow-wrap: anywhere; }
 ol.stack li { padding: 1px 8px; }
 ol.stack li.mine { color: var(--ink); background: var(--mark); border-radius: 4px; }
 ol.stack li.mine + li.mine { border-radius: 0 0 4px 4px; }

@@ -112,7 +112,7 @@ def _lane(row: Row, y: float, clock: Clock) -> list[str]:
 
 def _bar(x: float, end: float, y: float, kind: str, label: str, title: str, quiet: float) -> str:
     x = min(x, end - _MARK)
-    text = max(x, min(quiet, end)) + 10  # right of all marks
+    text = max(x, min(quiet, end)) + 14  # right of all marks
     box = f'x="{x:.1f}" y="{y - _BAR / 2}" width="{end - x:.1f}" height="{_BAR}" rx="4"'
     hatch = f'<rect class="hatched" {box}/>' if kind.startswith("wait") else ""
     return (

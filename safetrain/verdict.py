@@ -77,13 +77,10 @@ class Verdict:
 
     def _where_the_rest_is(self, run_dir: Path) -> Sequence[str]:
         logs = [(rank, run_dir / "logs" / f"rank_{rank}.log") for rank in self.culprits[:_LOGS_TOLD]]
+        known = f"{run_dir / page.NAME} (for programs: {_json_path(run_dir).name})"
         return [
             *(f"Log of rank {rank}: {log}" for rank, log in logs if log.exists()),
-            *(
-                [f"All that is known of every rank: {run_dir / page.NAME} (for programs: {_json_path(run_dir).name})"]
-                if self.ranks
-                else []
-            ),
+            *([f"All that is known of every rank: {known}"] if self.ranks else []),
         ]
 
     def to_json(self, run_dir: Path) -> str:
@@ -97,7 +94,7 @@ class Verdict:
         return _without_infinities(facts)
 
     def publish(self, run_dir: Path | None) -> str | None:
-        """Write ``failure.json`` and ``failure.txt``; the text to show. None: another process was first, and shows its.
+        """Write ``failure.json``, ``failure.txt`` and the page; the text to show. None: another process was first.
 
         A directory that takes no file costs the files, not the text.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import escape
 
 import pytest
 
@@ -21,6 +22,7 @@ def fail(project: Project, fault: str, ranks: int, on: int, *more: str) -> str:
     assert done.code == 1
     (run_dir,) = project.run_dirs()
     assert done.err == (run_dir / "failure.txt").read_text()
+    assert f"<title>{escape(done.err.splitlines()[0][:120])}</title>" in (run_dir / "failure.html").read_text()
     assert project.gone()
     return done.err
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import safetrain.trainer
+from safetrain import worker
 from safetrain.comm import Comm
+from safetrain.failure import Failure, read_failures
 from safetrain.flight_recorder import Collective, last_collectives
 from safetrain.stacks import Frame, ask, stack_of, user_frame
 from safetrain.testing import run_ranks
@@ -21,7 +24,7 @@ def test_collectives_are_recorded_with_group_number_and_shape() -> None:
 
     def work(comm: Comm) -> Any:
         group = dist.new_group([0, 1], group_desc="mine")
-        for _ in range(5):
+        for _ in range(8):
             dist.all_reduce(torch.ones(2, 3), group=group)
         waiting = []
         if comm.rank == 0:
@@ -30,17 +33,22 @@ def test_collectives_are_recorded_with_group_number_and_shape() -> None:
         else:
             time.sleep(1)
         dist.broadcast(torch.ones(4, dtype=torch.int64), src=1)
+        deadline = time.monotonic() + 30
+        while not all(one.done for one in last_collectives()) and time.monotonic() < deadline:
+            time.sleep(0.01)  # Gloo's thread notes the end when the caller may have gone on
         return waiting, last_collectives()
 
     (waiting, after), _ = run_ranks(work, 2)
     mine = [one for one in after if one.about == "mine"]
-    assert [one.number for one in mine] == [3, 4, 5], "the last three of each group"
-    assert mine[-1] == Collective(mine[-1].group, "mine", (0, 1), 5, "all_reduce", ((2, 3),), "Float", done=True)
+    assert [one.number for one in mine] == [3, 4, 5, 6, 7, 8], "the last six of each group"
+    assert [one.issued_ns for one in mine] == sorted(one.issued_ns or 0 for one in mine)
+    assert 0 < time.time_ns() - (mine[-1].issued_ns or 0) < 120 * 10**9, "by the clock of time.time"
+    assert mine[-1] == Collective(mine[-1].group, "mine", (), 8, "all_reduce", ((2, 3),), "Float", done=True)
     pending = [one for one in waiting if not one.done]
     assert [(one.about, one.op, one.shapes, one.dtype) for one in pending] == [
         ("default_pg", "broadcast", ((4,),), "Long")
     ]
-    assert all(one.done for one in after)
+    assert [one for one in after if not one.done] == []
 
 
 def test_safetrains_groups_are_told_apart() -> None:
@@ -51,6 +59,18 @@ def test_safetrains_groups_are_told_apart() -> None:
 
     for found in run_ranks(work, 2):
         assert {"safetrain_ddp", "safetrain_control"} <= set(found)
+
+
+def test_the_record_of_a_failure_holds_them(tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        dist.all_reduce(torch.ones(3))
+        worker._with_collectives(Failure.of(ValueError("bad label"), comm.rank, victim=False)).write(tmp_path)
+
+    run_ranks(work, 2)
+    for failure in read_failures(tmp_path):
+        last = failure.collectives[-1]
+        assert (last["about"], last["number"], last["op"], last["shapes"]) == ("default_pg", 1, "all_reduce", [[3]])
+        assert 0 < failure.time_ns - last["issued_ns"] < 60 * 10**9
 
 
 def sleep_here() -> None:

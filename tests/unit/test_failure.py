@@ -114,7 +114,7 @@ def test_the_summary_tells_the_culprit_first_its_traceback_once_and_then_the_vic
             raise ValueError('bad label 12')
         ValueError: bad label 12
 
-        All that is known of every rank: {tmp_path}/failure.json
+        All that is known of every rank: {tmp_path}/failure.html (for programs: failure.json)
         """
     )
 

@@ -66,7 +66,8 @@ def test_what_each_attempt_said_is_kept_also_over_jobs(tmp_path: Path) -> None:
         job._set_aside(tmp_path)
     assert [f"process {n}" in (tmp_path / f"failure_{n}.txt").read_text() for n in (1, 2, 3)] == [True] * 3
     assert all((tmp_path / f"failures_{n}" / "rank_1.json").exists() for n in (1, 2, 3))
-    assert not (tmp_path / "failure.txt").exists()
+    assert [f"process {n}" in (tmp_path / f"failure_{n}.html").read_text() for n in (1, 2, 3)] == [True] * 3
+    assert not list(tmp_path.glob("failure.*"))
 
 
 def test_ctrl_c_is_told_in_one_line(tmp_path: Path) -> None:
