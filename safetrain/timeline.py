@@ -25,7 +25,8 @@ def draw(lanes: Sequence[Lane], found: Sequence[Mismatch], end_ns: int | None) -
     placed = rows(lanes, end_ns)
     times = [time for row in placed for time in (row.since_ns, row.until_ns)]
     times += [time for row in placed for mark in row.marks.values() for time in _times(mark)]
-    clock = Clock(times, _LEFT + 12, _WIDTH - _RIGHT - 12)
+    standing = any(stands(rank) for lane in lanes for rank in lane)
+    clock = Clock(times, _LEFT + 12, _WIDTH - _RIGHT - 12, ends_wide=standing)
     height = _TOP + _LANE * len(lanes) + 8
     hosts = {rank.host for lane in lanes for rank in lane if rank.host}
     parts = [

@@ -15,7 +15,7 @@ from itertools import pairwise
 from safetrain.page_facts import Call, Rank
 
 _SHORT_NS = 200_000  # gaps below it are to scale
-_LAST_GAP = 0.36  # of the width, at least: there it is written what the ranks are in
+_LAST_GAP = 0.36  # of the width, at least, where ranks stand still: there it is written what they are in
 _CALLS, _OWN_CALLS = 40, 3  # of a rank; of these, safetrain's own
 _STEP_NS, _LAST_STEPS = 1_000_000, 6  # without times: from one collective to the next, and from the last to the end
 
@@ -45,12 +45,15 @@ class Row:
 
 
 class Clock:
-    """Times to places between ``left`` and ``right``, in steps that grow with the logarithm of a gap."""
+    """Times to places between ``left`` and ``right``, in steps that grow with the logarithm of a gap.
 
-    def __init__(self, times: Iterable[int], left: float, right: float) -> None:
+    ``ends_wide``: the last gap gets room for words.
+    """
+
+    def __init__(self, times: Iterable[int], left: float, right: float, *, ends_wide: bool) -> None:
         self.times = sorted(set(times)) or [0]
         gaps = [math.log1p((b - a) / _SHORT_NS) for a, b in pairwise(self.times)]
-        if gaps:
+        if gaps and ends_wide:
             gaps[-1] = max(gaps[-1], sum(gaps[:-1]) * _LAST_GAP / (1 - _LAST_GAP))
         total = sum(gaps) or 1.0
         self.places = [left]

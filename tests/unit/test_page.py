@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from safetrain import page
 from safetrain.errors import Preempted
-from safetrain.failed import preempted
+from safetrain.failed import preempted, verdict_on
+from safetrain.failure import Exit
 from safetrain.verdict import Verdict, forget
 from tests import failing
 
@@ -92,6 +94,30 @@ def test_a_call_that_differs_is_marked_with_both_sides(tmp_path: Path) -> None:
     assert seen.classes("g").count("lane") == 3
 
 
+def test_sizes_count_only_where_all_ranks_must_give_the_same(tmp_path: Path) -> None:
+    facts = failing.facts(failing.stuck(), tmp_path)
+    for op, differs in (("all_gather", False), ("broadcast", True)):
+        for rank, size in zip(facts["ranks"], (3, 4), strict=True):
+            rank["collectives"][2].update(op=op, shapes=[[size]])
+        svg = Seen(page.draw(facts)).texts["svg"][0]
+        assert ("call 5 differs" in svg) is differs
+
+
+def test_words_of_several_lines_keep_them(tmp_path: Path) -> None:
+    first = failing.raised(tmp_path).ranks[1]
+    replace(first, error="RanksDiffer", message="step 5: the ranks differ:\n  rank 0: a\n  rank 1: b").write(tmp_path)
+    seen = drawn(verdict_on(tmp_path, 2), tmp_path)
+    assert seen.texts["h1"] == ["Training ended at step 5: the ranks differ:"]
+    assert seen.texts["pre"][0] == "  rank 0: a\n  rank 1: b"
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_1.log").write_text("one <b>\ntwo\n")
+    (tmp_path / "failures" / "rank_1.json").unlink()
+    seen = drawn(verdict_on(tmp_path, 2, [Exit(1, 7, 3, "in data at step 4")]), tmp_path)
+    assert "When last seen, up to 0.3 s before, it was in data at step 4." in seen.texts["p"]
+    assert "The last lines of rank 1's log" in seen.texts["h2"]
+    assert seen.texts["pre"][0] == "  one <b>\n  two"
+
+
 def test_a_failure_its_traceback_and_the_cross_where_it_ended(tmp_path: Path) -> None:
     seen = drawn(failing.raised(tmp_path), tmp_path)
     assert seen.texts["h1"] == ["Training failed on rank 1 at step 5 in training_step (node1, process 101)."]
@@ -118,6 +144,7 @@ def test_of_1024_ranks_the_odd_one_and_the_crowd(tmp_path: Path) -> None:
     assert len(html) < 40_000
     assert seen.classes("g").count("lane") == seen.classes("g").count("lane culprit") == 1
     assert "1,023 ranks" in seen.texts["svg"][0]
+    assert "all_reduce of 1000 floats (the gradients), call 4: ended, on 1,023 ranks" in seen.texts["svg"][0]
     assert seen.texts["h3"][3].startswith("1,023 ranks (0-699, 701-1023) wait in all_reduce of 59 floats")
     assert "The 128 machines' clocks are taken as they are" in " ".join(seen.texts["p"])
 
@@ -138,7 +165,8 @@ def test_without_times_the_order_is_shown_and_said(tmp_path: Path) -> None:
     assert "in the order of their numbers, not to scale" in " ".join(seen.texts["p"])
     assert "gap" not in seen.classes("g")
     marks = [attributes for tag, attributes in seen.tags if tag == "rect" and "mark" in (attributes.get("class") or "")]
-    assert {mark["x"] for mark in marks[:7]} == {mark["x"] for mark in marks[7:]}, "the same call, the same place"
+    places = [float(mark["x"] or 0) for mark in marks]
+    assert places[:7] == places[7:] == sorted(set(places)), "the same call at the same place, in order"
 
 
 def test_an_end_that_nccl_told_makes_a_mark_as_long_as_the_call(tmp_path: Path) -> None:
