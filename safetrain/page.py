@@ -27,7 +27,10 @@ _DIFFERENCES = 6  # at most that many are shown
 _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")  # what no HTML may hold
 _NEXT_SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z])")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # whatever a message holds, nothing of it runs
-_FILES = ("failure.txt", "failure.json", "config.yaml", "events.jsonl", "logs", "tensorboard", "checkpoints")
+_FILES = (
+    "failure.txt", "failure.json", "config.yaml", "environment.yaml", "events.jsonl", "logs", "tensorboard",
+    "checkpoints",
+)  # fmt: skip
 
 
 def write(run_dir: Path, facts: object) -> Path:
