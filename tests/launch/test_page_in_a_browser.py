@@ -63,7 +63,8 @@ def differ(_: Path) -> Verdict:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("make", "width", "lanes", "frames"), [(stuck, 1240, 2, 3), (differ, 500, 4, 8), (failing.raised, 1240, 2, 0)]
+    ("make", "width", "lanes", "frames"),
+    [(stuck, 1240, 2, 3), (differ, 500, 4, 8), pytest.param(failing.raised, 1240, 2, 0, marks=pytest.mark.exhaustive)],
 )
 def test_all_is_where_it_can_be_read(
     tmp_path: Path, make: Callable[[Path], Verdict], width: int, lanes: int, frames: int
