@@ -245,6 +245,8 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     job = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
+        if equals and key == "launch.nproc_per_node":
+            raise ConfigError(f"{argument}: here it is ranks={value}, whichever launcher starts them")
         if equals and key in _KEYS:
             ours[key] = value
         else:

@@ -80,6 +80,7 @@ def test_a_fault_travels_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         (["fault=raise", "at=datset"], "at=datset: no such choice. Did you mean dataset?"),
         (["fault=stuck", "at=launcher"], "at=launcher takes a signal"),
         (["fault=raise", "launcher=torchrum"], "launcher=torchrum: no such choice. Did you mean torchrun?"),
+        (["fault=raise", "launch.nproc_per_node=4"], "launch.nproc_per_node=4: here it is ranks=4"),
         (["fault=raise", "rank=2"], "rank=2: there are 2 ranks. Allowed: -2 to 1."),
         (["fault=raise", "step=two"], "step=two: must be a whole number"),
     ],
