@@ -105,10 +105,10 @@ def _cut_off_events(path: Path, keep: int) -> None:
         return
     kept: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        is_start = '"kind": "start"' in line
+        is_start, counts = '"kind": "start"' in line, '"kind": "timing"' not in line
         if line.endswith("\n") and (is_start or keep > 0):  # a process that was killed may have left half a line
             kept.append(line)
-            keep -= not is_start
+            keep -= counts and not is_start
     draft = path.with_suffix(".draft")
     draft.write_text("".join(kept), encoding="utf-8")
     draft.replace(path)

@@ -11,6 +11,7 @@ from safetrain.stragglers import Straggler, StragglerWatch
 
 PARTS = {
     "data": "data",
+    "sync_buffers": "communication",
     "training_step": "forward",
     "backward": "backward",
     "vote": "communication",
@@ -41,8 +42,10 @@ class StepClock:
         return spent
 
     def _now(self) -> dict[str, float]:
-        spent = self._activity.spent
-        return {part: spent.get(phase, 0.0) for phase, part in PARTS.items()}
+        spent = dict.fromkeys(PARTS.values(), 0.0)
+        for phase, part in PARTS.items():
+            spent[part] += self._activity.spent.get(phase, 0.0)
+        return spent
 
 
 class TimeTable:
@@ -64,12 +67,12 @@ class TimeTable:
         """What this rank adds to a sum over ranks: all its parts, and its own work in places that are its alone."""
         own = [0.0] * (len(OWN_WORK) * self._world_size)
         own[len(OWN_WORK) * self._rank : len(OWN_WORK) * (self._rank + 1)] = [spent_s[part] for part in OWN_WORK]
-        return [*(spent_s[part] for part in PARTS.values()), *own]
+        return [*(spent_s[part] for part in self._total_s), *own]
 
     def add(self, summed: Sequence[float]) -> None:
         """The sum of all ranks' rows."""
-        parts, own = summed[: len(PARTS)], summed[len(PARTS) :]
-        self.mean_s = {part: total / self._world_size for part, total in zip(PARTS.values(), parts, strict=True)}
+        parts, own = summed[: len(self._total_s)], summed[len(self._total_s) :]
+        self.mean_s = {part: total / self._world_size for part, total in zip(self._total_s, parts, strict=True)}
         self._work = [dict(zip(OWN_WORK, own[at:], strict=False)) for at in range(0, len(own), len(OWN_WORK))]
         for part, seconds in self.mean_s.items():
             self._total_s[part] += seconds

@@ -30,7 +30,7 @@ class TrainThenVote:
             ACTIVITY.enter("data")
             fetched, losses = parts.feed.take(), []
             share.at_hand = fetched.work
-            ACTIVITY.enter("training_step")
+            ACTIVITY.enter("sync_buffers")  # if anything, DDP first broadcasts rank 0's
             parts.reduction.forward(
                 lambda: losses.extend(self._forward(fetched, share)),  # noqa: B023  # runs before the next turn
                 first=index == 0,
@@ -51,6 +51,7 @@ class TrainThenVote:
 
     def _forward(self, fetched: Fetched, share: Share) -> list[Loss]:
         """The loss of one micro-batch, or nothing. Never raises for user code."""
+        ACTIVITY.enter("training_step")
         if fetched.error is not None:
             share.catch(fetched.error, "the data set")
             share.left_out = True
