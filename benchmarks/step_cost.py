@@ -143,6 +143,7 @@ class TakingTurns(safetrain.Trainer):
             loop=safetrain.Loop(epochs=2 * rounds, accumulate=work.accumulate, clip_norm=work.clip_norm),
             loader=safetrain.Loader(batch_size=work.batch_size),
             watchdog=safetrain.Watchdog(enabled=False),  # switched on and off here
+            preflight=safetrain.Preflight(enabled=False),
             seed=SEED,
             device="cpu",
         )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from safetrain.config import Checkpoint as Checkpoint
     from safetrain.config import Loader as Loader
     from safetrain.config import Loop as Loop
+    from safetrain.config import Preflight as Preflight
     from safetrain.config import Watchdog as Watchdog
     from safetrain.contain import Loss as Loss
     from safetrain.debugger import breakpoint as breakpoint
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from safetrain.errors import ConfigError as ConfigError
     from safetrain.errors import DataError as DataError
     from safetrain.errors import PeerFailed as PeerFailed
+    from safetrain.errors import PreflightError as PreflightError
     from safetrain.errors import RankFailed as RankFailed
     from safetrain.errors import RanksDiffer as RanksDiffer
     from safetrain.errors import SafetrainError as SafetrainError
@@ -60,6 +62,8 @@ _HOMES = {
     "PeerFailed": "errors",
     "Policies": "policies",
     "Preempted": "errors",
+    "Preflight": "config",
+    "PreflightError": "errors",
     "RankFailed": "errors",
     "RanksDiffer": "errors",
     "Result": "report",

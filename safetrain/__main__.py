@@ -11,8 +11,8 @@ import sys
 from safetrain.user_path import search_user_code_last
 
 
-def main() -> int:
-    """Be ready for Ctrl-C; then import and work."""
+def be_ready() -> None:
+    """For Ctrl-C, and for names of the user's files; the first thing that a command does."""
     search_user_code_last()
     import signal
 
@@ -21,6 +21,10 @@ def main() -> int:
     elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a shell script's background jobs
         signal.signal(signal.SIGINT, _leave)
 
+
+def main() -> int:
+    """Be ready; then import and work."""
+    be_ready()
     from safetrain import cli
 
     return cli.main(sys.argv[1:])

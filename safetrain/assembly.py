@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from safetrain import checkup
 from safetrain.activity import ACTIVITY
 from safetrain.audit import ReplicaAudit
 from safetrain.build import check_optimizers
@@ -52,12 +54,14 @@ def assemble(trainer: Trainer) -> Run:
     without = [rank for rank, has_one in enumerate(comm.gather(trainer.run_dir is not None)) if not has_one]
     if 0 < len(without) < comm.world_size:
         raise UsageError(f"{ranks_in_words(without)} got no run_dir, and others did: give it on all ranks")
+    token = checkup.begin(trainer)
     checkpoints = trainer.build_checkpoints()
     resumption = find_checkpoint(checkpoints, trainer.resume, trainer.run_dir)
     trainer.step, trainer.epoch = (resumption.saved.step, resumption.saved.epoch) if resumption else (0, 0)
 
     torch.manual_seed(seed)  # the same initial weights on every rank
     trainer.model = model = trainer.strategy.prepare(trainer.build_model(), comm)
+    checkup.check_model(trainer)
     reduction = Reduction(model, comm, trainer.strategy)
     trainer.optimizers = trainer.build_optimizers()
     check_optimizers(trainer.optimizers, model)
@@ -72,6 +76,7 @@ def assemble(trainer: Trainer) -> Run:
     reporter.start(info)
     trainer.total_steps = comm.agree(info.total_steps or 0, "max") or None
     trainer.schedulers = trainer.build_schedulers()
+    checkup.check_job(trainer, feed, token)
     seed_process(seed, comm.rank)
     replicas = ReplicaAudit(model, trainer.optimizers, trainer.precision, comm, trainer.audit.every_steps)
 
@@ -97,4 +102,5 @@ def assemble(trainer: Trainer) -> Run:
         resumption.take_over(trainer, state, replicas, reporter)
     replicas.run(trainer.step)
     keeper.try_out()
+    window.on_first_batch = partial(checkup.check_begun, trainer, parts)
     return trainer._run

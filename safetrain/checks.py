@@ -1,4 +1,4 @@
-"""Checks of single values, and their messages: the key, the value, what is allowed, the nearest valid name."""
+"""Checks of config values, and their messages: the key, the value, what is allowed, the nearest valid name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from safetrain.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -110,3 +113,43 @@ def more_than_zero(section: Any, where: str, *names: str) -> None:
         value = getattr(section, name)
         if value is not None and not value > 0:
             raise ConfigError(f"{join_key(where, name)}={value}: must be more than 0")
+
+
+def parse_section(cls: type[T], values: object, where: str) -> T:
+    """A dataclass, and those in its fields, from plain data.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or the class refuses a value.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}={values!r}: must be a mapping, not {kind_of(values)}")
+    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]  # every caller passes a dataclass
+    for name in values:
+        if name not in known:
+            raise unknown_key(where, str(name), known)
+    missing = [n for n, item in known.items() if n not in values and item.default is item.default_factory is MISSING]
+    if missing:
+        raise ConfigError(f"{join_key(where, missing[0])} is missing")
+    hints = typing.get_type_hints(cls)
+    parsed = {
+        n: parse_section(hints[n], v, join_key(where, n)) if is_dataclass(hints[n]) else v for n, v in values.items()
+    }
+    return cls(**parsed)
+
+
+def check_node(node: Mapping[str, Any] | None, where: str) -> None:
+    """``node``, where given, names what to build."""
+    if node is not None and not (isinstance(node, Mapping) and isinstance(node.get("_target_"), str)):
+        raise ConfigError(
+            f"{where}={node!r}: must be a mapping with a _target_ that names what to build, such as\n"
+            f"  {where}: {{_target_: package.module.Name, argument: value}}"
+        )
+
+
+def check_nodes(nodes: Mapping[str, Any] | None, where: str) -> None:
+    """``nodes``, where given, is one node, or a mapping from names to nodes."""
+    if nodes is None or "_target_" in nodes:
+        return check_node(nodes, where)
+    for name, node in nodes.items():
+        check_node(node, f"{where}.{name}")
+    return None

@@ -39,6 +39,7 @@ class Comm:
         ddp_group: the process group of the gradients, used by nothing else.
         store: the key-value store all ranks share; it outlives rank 0 where torch elastic holds it.
         collectives: what user code has issued since the last vote.
+        examined: the preflight has looked at the machines of these ranks.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Comm:
     ddp_group: dist.ProcessGroup
     store: Store
     collectives: CollectiveLog
+    examined: bool = False
 
     _live: Comm | None = None
     _times_joined = 0
@@ -150,6 +152,19 @@ class Comm:
         works = [dist.broadcast(tensor, src=src, group=self.ddp_group, async_op=True) for tensor in tensors]
         for work in works:
             work.wait()
+
+    def sum_like_gradients(self, values: torch.Tensor) -> dist.Work:
+        """Start to sum ``values`` in place, on the group and the device of the gradients."""
+        work = dist.all_reduce(values, group=self.ddp_group, async_op=True)
+        assert work is not None
+        return work
+
+    def pass_on(self, values: torch.Tensor, received: torch.Tensor) -> list[dist.Work]:
+        """Start to send ``values`` to the next rank and to receive the previous one's, on the gradients' group."""
+        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        exchange = [dist.P2POp(dist.irecv, received, before, self.ddp_group)]
+        exchange.append(dist.P2POp(dist.isend, values, after, self.ddp_group))
+        return dist.batch_isend_irecv(exchange)
 
     def post(self, key: str, text: str) -> None:
         """Leave ``text`` in the store; waits for nobody."""

@@ -6,18 +6,25 @@ here: a typo is answered at once.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, Self, TypeVar
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, Self
 
 from omegaconf import OmegaConf
 
-from safetrain.checks import at_least, check_keys, check_types, join_key, kind_of, more_than_zero, unknown_key
+from safetrain.checks import (
+    at_least,
+    check_keys,
+    check_node,
+    check_nodes,
+    check_types,
+    more_than_zero,
+    parse_section,
+)
 from safetrain.errors import ConfigError
+from safetrain.preflight_config import Preflight as Preflight
 from safetrain.variables import check_variable
 
-T = TypeVar("T")
 Node = Mapping[str, Any]
 """A mapping with a ``_target_``: something that ``hydra.utils.instantiate`` builds."""
 
@@ -181,7 +188,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in (item.name for item in fields(self)):
-            _check_node(getattr(self, name), f"policy.{name}")
+            check_node(getattr(self, name), f"policy.{name}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +215,7 @@ class Config:
     watchdog: Watchdog = field(default_factory=Watchdog)
     audit: Audit = field(default_factory=Audit)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    preflight: Preflight = field(default_factory=Preflight)
     env: Mapping[str, Any] = field(default_factory=dict)
     """Environment variables of the ranks; null: as the shell has it. See safetrain/environ.py."""
     resume: str = "none"
@@ -228,13 +236,13 @@ class Config:
                 "a collective would fail on a healthy rank before the watchdog has found the one at fault"
             )
         for name in ("trainer", "model", "precision", "strategy"):
-            _check_node(getattr(self, name), name)
+            check_node(getattr(self, name), name)
         for name in ("train", "val"):
-            _check_node(self.data.get(name), f"data.{name}")
+            check_node(self.data.get(name), f"data.{name}")
         for name in ("optimizer", "scheduler"):
-            _check_nodes(getattr(self, name), name)
+            check_nodes(getattr(self, name), name)
         for name, node in self.observers.items():
-            _check_node(node, f"observers.{name}")
+            check_node(node, f"observers.{name}")
         for name, value in self.env.items():
             check_variable(name, value)
 
@@ -246,7 +254,7 @@ class Config:
             ConfigError: a key is unknown or missing, or a value has the wrong type or is out of range.
         """
         check_keys(values)
-        return _parse(cls, values, "")
+        return parse_section(cls, values, "")
 
     def to_plain(self) -> dict[str, Any]:
         """Mappings, lists and scalars only; ``parse`` reads them back."""
@@ -260,34 +268,3 @@ class Config:
     def from_yaml(cls, text: str) -> Self:
         """What ``to_yaml`` wrote. OmegaConf's YAML, since plain YAML reads 1e-4 as text."""
         return cls.parse(OmegaConf.to_container(OmegaConf.create(text), resolve=False))  # type: ignore[arg-type]
-
-
-def _parse(cls: type[T], values: object, where: str) -> T:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}={values!r}: must be a mapping, not {kind_of(values)}")
-    known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]  # every caller passes a dataclass
-    for name in values:
-        if name not in known:
-            raise unknown_key(where, str(name), known)
-    missing = [n for n, item in known.items() if n not in values and item.default is item.default_factory is MISSING]
-    if missing:
-        raise ConfigError(f"{join_key(where, missing[0])} is missing")
-    hints = typing.get_type_hints(cls)
-    parsed = {n: _parse(hints[n], v, join_key(where, n)) if is_dataclass(hints[n]) else v for n, v in values.items()}
-    return cls(**parsed)
-
-
-def _check_node(node: Node | None, where: str) -> None:
-    if node is not None and not (isinstance(node, Mapping) and isinstance(node.get("_target_"), str)):
-        raise ConfigError(
-            f"{where}={node!r}: must be a mapping with a _target_ that names what to build, such as\n"
-            f"  {where}: {{_target_: package.module.Name, argument: value}}"
-        )
-
-
-def _check_nodes(nodes: Mapping[str, Any] | None, where: str) -> None:
-    if nodes is None or "_target_" in nodes:
-        return _check_node(nodes, where)
-    for name, node in nodes.items():
-        _check_node(node, f"{where}.{name}")
-    return None

@@ -21,7 +21,7 @@ def differences(before: str, now: str) -> list[str]:
     """A line for each key of two YAML configs that differs and changes what is trained."""
     if not before.strip() or not now.strip():  # a Trainer that was built in Python
         return []
-    then, here = _flat(before), _flat(now)
+    then, here = flat(before), flat(now)
     return [
         f"{key}: {then.get(key, 'not there')} then, {here.get(key, 'not there')} now; {_what_holds(key)}"
         for key in dict.fromkeys([*then, *here])
@@ -33,7 +33,8 @@ def _what_holds(key: str) -> str:
     return _FROM_CHECKPOINT.get(key.split(".")[0], "this run's holds from here on")
 
 
-def _flat(text: str) -> dict[str, Any]:
+def flat(text: str) -> dict[str, Any]:
+    """YAML as values by their keys: ``{"loop.epochs": 5, ...}``."""
     return dict(_leaves(OmegaConf.to_container(OmegaConf.create(text), resolve=False), ""))
 
 

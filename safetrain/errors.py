@@ -3,6 +3,7 @@
 SafetrainError
 ├── ConfigError            a key, a type or a value of the config; found before a process starts
 ├── UsageError             the API used in a way that cannot train right; says what to do instead
+├── PreflightError         a check before the first step refuses the job; raised on all ranks
 ├── DataError              the data set or the loader cannot give what training needs
 ├── CheckpointError        a checkpoint can't be written, or is not what was written
 ├── CommunicationError     a collective failed: a peer is gone, or the ballot came back damaged
@@ -44,6 +45,10 @@ class ConfigError(SafetrainError, ValueError):
 
 class UsageError(SafetrainError):
     """The API is used in a way that cannot train right."""
+
+
+class PreflightError(SafetrainError):
+    """What ranks, machines or the job are cannot train right, or not together; found before the first step."""
 
 
 class DataError(SafetrainError):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetrain import causes
-from safetrain.errors import Preempted, RanksDiffer
+from safetrain.errors import Preempted, PreflightError, RanksDiffer
 from safetrain.failure import Exit, Failure, headline, log_path, read_failures, user_lines
 from safetrain.verdict import Verdict
 from safetrain.words import ranks_in_words
@@ -31,7 +31,7 @@ def verdict_on(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> Ve
     witness = next((failure for failure in failures if failure.victim and failure.culprits), None)
     if culprits:
         verdict, told = _of_records(culprits), [failure.rank for failure in culprits]
-        if culprits[0].error == RanksDiffer.__name__:
+        if culprits[0].error in (RanksDiffer.__name__, PreflightError.__name__):
             told = list(range(world_size))
     elif witness is not None:
         verdict, told = _of_witness(witness), witness.culprits
@@ -80,6 +80,8 @@ def _of_records(failures: Sequence[Failure]) -> Verdict:
     cause = causes.of_error(first.error, first.message)
     if first.error == RanksDiffer.__name__:  # no rank failed; as a rule nobody knows which of them is right
         return Verdict(f"Training ended at {first.message}", tuple(first.culprits), cause=cause)
+    if first.error == PreflightError.__name__:  # the same on all ranks, and nobody's fault
+        return Verdict("Refused before the first step.", detail=first.message.replace("\n", "\n    "))
     evidence: tuple[str, ...]
     if first.place:
         evidence = (f"Traceback of rank {first.rank}, from your code on:", first.traceback)

@@ -97,6 +97,21 @@ class Feed:
         return self._loader.num_workers
 
     @property
+    def loader(self) -> DataLoader[Any]:
+        """What it walks through."""
+        return self._loader
+
+    @property
+    def dataset(self) -> Any:
+        """The user's, whole."""
+        return self._share.source
+
+    @property
+    def ahead(self) -> Fetched | None:
+        """What the next ``take`` gives, if it is here already."""
+        return self._ahead
+
+    @property
     def batches_per_epoch(self) -> int | None:
         """Batches of a whole epoch on this rank; None for streams, and for a sampler without a length."""
         try:

@@ -20,7 +20,7 @@ from safetrain.batches import count_samples
 from safetrain.build import build_optimizers, build_schedulers, needed
 from safetrain.checkpoint import Checkpoints
 from safetrain.comm import Comm, How
-from safetrain.config import Audit, Checkpoint, Loader, Loop, Watchdog
+from safetrain.config import Audit, Checkpoint, Loader, Loop, Preflight, Watchdog
 from safetrain.contain import Loss
 from safetrain.errors import DataError, Preempted, UsageError
 from safetrain.evaluation import evaluate
@@ -47,7 +47,7 @@ class Trainer:
         optimizer: called with the parameters, returns an Optimizer (``functools.partial(torch.optim.SGD, lr=0.1)``);
             or a mapping from the name of a submodule to such a callable: several optimizers.
         scheduler: called with an optimizer; or a mapping by optimizer name. Stepped once per real optimizer step.
-        loop, loader, precision, strategy, policies, watchdog, audit: how to train; the defaults are safe.
+        loop, loader, precision, strategy, policies, watchdog, audit, preflight: how to train; the defaults are safe.
         checkpoint: when the run's state is saved in ``run_dir``, and what is kept; without ``run_dir`` it is not.
         resume: go on from a checkpoint: ``auto``, the newest in ``run_dir`` if there is one; a path; or ``none``.
         observers: are told what happens (progress bar, TensorBoard, ...).
@@ -84,6 +84,7 @@ class Trainer:
         policies: Policies | None = None,
         watchdog: Watchdog | None = None,
         audit: Audit | None = None,
+        preflight: Preflight | None = None,
         checkpoint: Checkpoint | None = None,
         resume: str | Path = "none",
         observers: Sequence[Observer] = (),
@@ -103,12 +104,12 @@ class Trainer:
         self.precision, self.strategy = precision or FP32(), strategy or DDPStrategy()
         self.policies, self.observers = policies or Policies(), tuple(observers)
         self.watchdog, self.audit = watchdog or Watchdog(), audit or Audit()
-        self.checkpoint, self.resume = checkpoint or Checkpoint(), resume
+        self.checkpoint, self.resume, self.preflight = checkpoint or Checkpoint(), resume, preflight or Preflight()
         self.seed, self.device, self.run_dir, self.name = seed, device, run_dir, name or type(self).__name__
         self.config_text = config_text
         self.metrics: dict[str, float] = {}
         self._log = MetricLog()
-        self._stop_wanted = False
+        self._stopped = self._stop_wanted = False
 
     # --- what a user overrides --------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -74,6 +75,7 @@ class Window:
         inside_epoch: an epoch has begun, and is not done with.
         epoch_over: of that epoch no window is left, only its validation.
         opening: what a window, or a validation, under way must leave no trace in.
+        on_first_batch: called once, on all ranks, with the seconds that the first batch took; it is yet to be taken.
     """
 
     def __init__(self, parts: Parts, schedulers: Mapping[str, LRScheduler], clip: Clip) -> None:
@@ -85,14 +87,20 @@ class Window:
         self.opening = Opening(parts.feed, parts.user.log, parts.comm.device)
         self.applied_steps = 0
         self.inside_epoch = self.epoch_over = False
+        self.on_first_batch: Callable[[float], None] | None = None
 
     def begin_epoch(self, epoch: int, step: int) -> None:
         """Start the data of an epoch, or go on where a checkpoint was; new modules in the model are noticed here."""
         self.inside_epoch = True
         ACTIVITY.epoch = epoch
         ACTIVITY.enter("data")
+        began_at = monotonic()
         self._parts.feed.begin_epoch(epoch)
+        seconds = monotonic() - began_at
         check_same_order(self._parts.feed, self._parts.comm, epoch)
+        on_first_batch, self.on_first_batch = self.on_first_batch, None
+        if on_first_batch is not None:
+            on_first_batch(seconds)
         self._follow_layout(step, walk=True)
 
     def end_epoch(self) -> None:

@@ -18,7 +18,9 @@ from typing import Any, NoReturn
 import hydra.utils
 from hydra.errors import InstantiationException
 
+from safetrain import checkup
 from safetrain.activity import ACTIVITY
+from safetrain.assembly import assemble
 from safetrain.comm import Comm, is_communication_error, launcher_place
 from safetrain.config import Config
 from safetrain.departure import within
@@ -28,6 +30,8 @@ from safetrain.failure import Failure, await_records
 from safetrain.flight_recorder import last_collectives
 from safetrain.injection import Fault, inject
 from safetrain.peers import gone_ranks
+from safetrain.preflight_command import table, write_findings
+from safetrain.preflight_config import ONLY_CHECKS
 from safetrain.rank_log import RankLog, fresh_line, redirect_output
 from safetrain.report import Result
 from safetrain.seeding import seed_generators
@@ -45,7 +49,7 @@ def main(config_file: str) -> None:
 
 
 def run(config: Config, *, tells: bool) -> None:
-    """Train; returns when this rank has left the others. On a failure the process ends here.
+    """Train, or only look; returns when this rank has left the others. On a failure the process ends here.
 
     ``tells``: nobody else will print the summary of a failure.
     """
@@ -56,10 +60,10 @@ def run(config: Config, *, tells: bool) -> None:
         comm = Comm.join(config.device, config.launch.timeout_s, config.launch.join_timeout_s)
         ACTIVITY.restart("build")
         with watch(comm, config.watchdog, Path(config.run_dir), tells=tells):
-            trainer = build(config)
-            if (fault := Fault.from_environment()) is not None:  # python -m safetrain.chaos
-                inject(fault, trainer, comm.rank, comm.world_size)
-            result = trainer.fit()
+            if scope := os.environ.get(ONLY_CHECKS):  # python -m safetrain.preflight
+                result = _look(replace(config, observers={}), comm, whole_job=scope == "job")
+            else:
+                result = _train(config, comm)
         if comm.rank == 0:
             _write_result(config, result)
         comm.leave()
@@ -68,6 +72,31 @@ def run(config: Config, *, tells: bool) -> None:
     except BaseException as error:  # noqa: BLE001  whatever it is, this rank must say so and go
         _fail(error, Path(config.run_dir), rank, world_size, log, tells)
     log.flush()
+
+
+def _train(config: Config, comm: Comm) -> Result:
+    checkup.check_machine(checkup.here_of_config(config, comm))
+    trainer = build(config)
+    if (fault := Fault.from_environment()) is not None:  # python -m safetrain.chaos
+        inject(fault, trainer, comm.rank, comm.world_size)
+    return trainer.fit()
+
+
+def _look(config: Config, comm: Comm, *, whole_job: bool) -> Result:
+    """All that comes before the first step, as far as nothing is refused; rank 0 prints what was found."""
+    try:
+        with checkup.collecting():
+            checkup.check_machine(checkup.here_of_config(config, comm))
+            if whole_job and all(one.verdict != "refuse" for one in checkup.FOUND):
+                trainer = build(config)
+                with trainer._ranks():
+                    run = assemble(trainer)
+                    run.window.begin_epoch(trainer.epoch, trainer.step)
+    finally:  # what was found before a rank failed is told, too
+        if comm.rank == 0 and checkup.FOUND:
+            write_findings(Path(config.run_dir), checkup.FOUND)
+            print(table(checkup.FOUND))
+    return Result(step=0, epoch=0, applied_steps=0)
 
 
 def blueprint(config: Config) -> dict[str, Any]:
@@ -84,6 +113,7 @@ def blueprint(config: Config) -> dict[str, Any]:
         "precision": config.precision,
         "strategy": config.strategy,
         "audit": {"_target_": "safetrain.config.Audit", **asdict(config.audit)},
+        "preflight": {"_target_": "safetrain.config.Preflight", **asdict(config.preflight)},
         "policies": {"_target_": "safetrain.policies.Policies", **asdict(config.policy)},
         "watchdog": {"_target_": "safetrain.config.Watchdog", **asdict(config.watchdog)},
         # what a sweeper is told is what tells the best checkpoint, unless the config says otherwise

@@ -57,6 +57,8 @@ def test_the_public_names() -> None:
         "PeerFailed",
         "Policies",
         "Preempted",
+        "Preflight",
+        "PreflightError",
         "RankFailed",
         "RanksDiffer",
         "Result",

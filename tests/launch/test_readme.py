@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from safetrain.preflight_config import CHECK_NAMES
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 LIMIT_S = 280.0  # a sweep of two jobs on a loaded machine
@@ -71,7 +73,7 @@ def run_directories(folder: Path) -> Iterator[Path]:
 
 def test_every_command_and_file_is_tried_here() -> None:
     assert sorted(shown_files()) == ["recipe/spirals.yaml", "script.py", "spirals.py"]
-    assert len(shown_commands()) == 16
+    assert len(shown_commands()) == 18
 
 
 @pytest.mark.slow
@@ -97,6 +99,19 @@ def test_your_own_project(folder: Path, start: str, ranks: int) -> None:
     (run_dir,) = run_directories(folder)
     assert run_dir.parent == folder / "outputs/spirals"
     check_run_directory(run_dir, ranks=ranks, accuracy=0.9)
+
+
+@pytest.mark.slow
+def test_the_preflight_of_your_own_project(folder: Path) -> None:
+    printed = run(command(r"python -m safetrain\.preflight recipe=spirals preflight=deep"), folder)
+    pattern = r"^(\w+) +(?:ok|warn) +\S"  # on a small or busy machine some warn
+    shown = re.search(r"```\n(check +verdict +found\n.*?)```", README, flags=re.DOTALL)
+    assert shown is not None
+    names = re.findall(pattern, shown[1], flags=re.MULTILINE)
+    assert names == list(CHECK_NAMES)[: len(names)]
+    assert list(dict.fromkeys(re.findall(pattern, printed, flags=re.MULTILINE))) == list(CHECK_NAMES)
+    assert "first_step     ok       well; weights and optimizer" in printed
+    assert not (folder / "outputs").exists()
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_h01_datasets_drawn_without_a_shared_seed_are_refused(place: Place) -> N
 
     ended = run_ranks(work, place.world_size, timeout_s=15)
     for end in ended:
-        assert end.error == "DataError", end
+        assert end.error == "PreflightError", end
         assert f"rank {place.culprit}" in end.text
         assert "12" in end.text
 

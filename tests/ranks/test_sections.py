@@ -22,10 +22,13 @@ PLACES = pytest.mark.parametrize(
 )
 
 
-def trainer_of(kind: type[safetrain.Trainer], world_size: int) -> safetrain.Trainer:
+def trainer_of(
+    kind: type[safetrain.Trainer], world_size: int, preflight: safetrain.Preflight | None = None
+) -> safetrain.Trainer:
     return kind(
-        mlp(), dataset(24 * world_size), dataset(8), optimizer=momentum_sgd, loader=safetrain.Loader(batch_size=4)
-    )
+        mlp(), dataset(24 * world_size), dataset(8), optimizer=momentum_sgd, loader=safetrain.Loader(batch_size=4),
+        preflight=preflight,
+    )  # fmt: skip
 
 
 def ending(trainer: safetrain.Trainer) -> tuple[str, str]:
@@ -348,6 +351,12 @@ def test_h25_ranks_that_train_different_parameters_are_told_before_the_first_ste
             return model
 
     for kind, text in run_ranks(lambda comm: ending(trainer_of(Trainer, world_size)), world_size):
+        assert kind == "PreflightError"
+        assert text.startswith(
+            "parameters: 0.bias is not the same on all ranks: (16,) float32 trained on rank 0, (16,) "
+        )
+    off = safetrain.Preflight(enabled=False)
+    for kind, text in run_ranks(lambda comm: ending(trainer_of(Trainer, world_size, preflight=off)), world_size):
         assert kind == "UsageError"
         assert "would train different parameters" in text
         assert "0.bias" in text

@@ -14,8 +14,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from safetrain.catalog import groups, recipes
-from safetrain.config import Config, Launch, Loader, Loop
+from safetrain.config import Config, Launch, Loader, Loop, Preflight
 from safetrain.errors import ConfigError
+from safetrain.preflight_config import CHECK_NAMES
 from safetrain.targets import check_targets
 
 CONFIGS = Path(str(files("safetrain.configs")))
@@ -42,6 +43,9 @@ def test_the_yaml_states_the_defaults_of_the_dataclasses() -> None:
     assert config["loop"] == asdict(Loop())
     assert config["loader"] == asdict(Loader())
     assert config["launch"] == asdict(Launch())
+    choices = config["preflight"].pop("checks")
+    assert {**config["preflight"], "checks": {}} == asdict(Preflight())
+    assert choices == dict.fromkeys(CHECK_NAMES), "each check is explained there, in the order of the one list"
 
 
 def test_there_are_groups_and_a_recipe() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.errors import PeerFailed, RankFailed
+from safetrain.errors import PeerFailed, PreflightError, RankFailed
 from safetrain.failed import verdict_on
 from safetrain.failure import Exit, Failure, await_records, is_user_file, read_failures
 from safetrain.work import Work
@@ -149,6 +149,19 @@ def test_a_rank_that_said_nothing_is_told_by_how_it_ended(tmp_path: Path, code: 
     assert "line 50" not in text
     assert "Rank 0 did not fail: ended because rank 1 did." in text
     assert "closed by peer" not in text
+
+
+def test_what_the_preflight_refuses_is_nobodys_failure(tmp_path: Path) -> None:
+    error = PreflightError("config: seed differs.\nTo train in spite of it: preflight.checks.config=warn")
+    for rank in (0, 1):
+        record(rank, error).write(tmp_path)
+    text, _, rest = summary(tmp_path, 3).partition("\n\nAll that is known")
+    assert text == (
+        "Refused before the first step.\n\n"
+        "    config: seed differs.\n"
+        "    To train in spite of it: preflight.checks.config=warn"
+    )
+    assert rest
 
 
 def test_where_nobody_says_why_the_first_to_suffer_is_told(tmp_path: Path) -> None:
