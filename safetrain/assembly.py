@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from safetrain.data import build_feed
 from safetrain.errors import UsageError
 from safetrain.feed import Feed
 from safetrain.keeping import Keeper
+from safetrain.limits import cores
 from safetrain.parts import Parts, UserCode
 from safetrain.precision import Clip
 from safetrain.reduction import Reduction
@@ -70,7 +70,7 @@ def assemble(trainer: Trainer) -> Run:
     val_data = trainer.build_val_data()
     val_feed = None if val_data is None else build_feed(val_data, options, comm, seed=seed, train=False)
 
-    machine = Machine(feed.loader_processes, max(1, len(os.sched_getaffinity(0)) // comm.local_world_size))
+    machine = Machine(feed.loader_processes, max(1, int(cores() // comm.local_world_size)))
     reporter = Reporter(trainer.observers, comm, trainer.optimizers, trainer.loop.log_every_steps, machine)
     info = describe_run(trainer, feed, start_events=resumption.events if resumption else 0)
     reporter.start(info)
