@@ -138,9 +138,7 @@ def test_events_of_a_resumed_run_have_no_gap_and_no_duplicate(tmp_path: Path) ->
         resumed.event(event)
     resumed.close()
     kept = [("start", 0), ("train", 10), ("timing", 10), ("validation", 12)]
-    assert told_in(tmp_path) == [*kept, ("start", 12)] + [
-        (event.kind, event.step) for event in TOLD[2:]
-    ]
+    assert told_in(tmp_path) == [*kept, ("start", 12)] + [(event.kind, event.step) for event in TOLD[2:]]
 
 
 def test_a_run_that_begins_anew_in_its_directory_tells_everything_again(tmp_path: Path) -> None:
