@@ -16,6 +16,7 @@ from safetrain.lint_meaning import (
     is_backward,
     is_ddp,
     is_distributed,
+    leaves,
     side,
 )
 from safetrain.lint_reading import (
@@ -51,7 +52,11 @@ def collective_under_rank(code: Reading) -> Iterator[Place]:
         if not name:
             continue
         for branch, ranks in guards(code, call):
-            if branch is not None and (_in_other_arm(code, call, branch) or _on_both_sides(code, call, ranks)):
+            if branch is not None and (
+                _in_other_arm(code, call, branch)
+                or _on_both_sides(code, call, ranks)
+                or _also_by_those_who_stay(code, call, branch)
+            ):
                 break
             through = "" if where is None else f" (by {dotted(call.func)}, line {where.lineno})"
             what = {MAIN: "is called on rank 0 only", OTHERS: "is not called on rank 0"}.get(
@@ -86,6 +91,13 @@ def _on_both_sides(code: Reading, call: ast.Call, ranks: str) -> bool:
             if sides and ranks not in sides:
                 return True
     return False
+
+
+def _also_by_those_who_stay(code: Reading, call: ast.Call, branch: ast.If | ast.IfExp) -> bool:
+    """``if rank != 0: barrier(); return``, work, ``barrier()``: the one below is rank 0's own."""
+    if not isinstance(branch, ast.If) or branch.orelse or not leaves(code, branch.body):
+        return False
+    return _ends(_joint(code, call)[0]) in _joint_names(code, code.after(branch))
 
 
 def _in_the_same_work(code: Reading, call: ast.Call) -> Iterator[ast.Call]:
