@@ -40,6 +40,8 @@ _OF_ACCELERATOR = frozenset({
     "backward", "gather", "gather_for_metrics", "pad_across_processes", "reduce", "save_state", "wait_for_everyone",
 })  # fmt: skip
 _OF_FABRIC = frozenset({"all_gather", "all_reduce", "backward", "barrier", "broadcast", "save"})
+_OF_COMM = frozenset({"agree", "barrier", "broadcast", "gather", "rank_zero", "sum_vector"})
+_OF_TRAINER = frozenset({"agree", "rank_zero"})
 _OF_ENGINE = frozenset({"backward", "load_checkpoint", "save_checkpoint", "step"})
 _WRAPPERS = ("DistributedDataParallel", "torch.nn.parallel.DDP")
 _LIMIT = 6  # how far one name leads to another
@@ -245,6 +247,8 @@ def _is_collective(code: Reading, call: ast.Call, name: str, last: str) -> bool:
         return last in _OF_FABRIC
     if made_by(code, owner, "deepspeed.initialize"):
         return last in _OF_ENGINE
+    if code.mentions("safetrain"):
+        return (owners == "comm" and last in _OF_COMM) or (owners in ("self", "trainer") and last in _OF_TRAINER)
     if code.mentions("lightning", "pytorch_lightning"):
         synchronised = last in ("log", "log_dict") and is_constant(keyword(call, "sync_dist"), True)
         return (

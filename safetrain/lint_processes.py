@@ -9,15 +9,7 @@ from collections.abc import Iterator
 from safetrain.lint_meaning import collective, is_rank, may_be_guarded, variable_read, wraps_ddp
 from safetrain.lint_reading import FunctionNode, Reading, body_of, calls_in, dotted, keyword, names_in, targets_in, walk
 from safetrain.lint_rule import Place, rule
-
-RENAMED = {
-    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
-    "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
-    "NCCL_ENABLE_TIMING": "TORCH_NCCL_ENABLE_TIMING",
-    "NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
-}
-"""Variables of torch that once looked like NCCL's own, and what torch calls them now."""
+from safetrain.variables import RENAMED
 
 _SETS_VARIABLES = ("os.environ", "os.environ.setdefault", "os.environ.get", "os.environ.pop", "os.getenv", "os.putenv")
 _ENDS_GROUP = "torch.distributed.destroy_process_group"
@@ -184,5 +176,5 @@ def renamed_variable(code: Reading) -> Iterator[Place]:
             key = node.slice
         elif isinstance(node, ast.Call) and code.name(node) in _SETS_VARIABLES and node.args:
             key = node.args[0]
-        if isinstance(key, ast.Constant) and key.value in RENAMED:
+        if isinstance(key, ast.Constant) and isinstance(key.value, str) and key.value in RENAMED:
             yield Place(key, f"{key.value} is called {RENAMED[key.value]}")

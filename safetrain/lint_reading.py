@@ -169,6 +169,13 @@ class Reading:
                 pairs = [pair for target in node.targets for pair in _pairs(target, node.value)]
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
                 pairs = _pairs(node.target, node.value)
+            elif isinstance(node, ast.With | ast.AsyncWith):
+                pairs = [
+                    pair
+                    for item in node.items
+                    if item.optional_vars is not None
+                    for pair in _pairs(item.optional_vars, item.context_expr)
+                ]
             else:
                 continue
             for key, value, whole in pairs:

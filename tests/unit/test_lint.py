@@ -11,6 +11,7 @@ import pytest
 
 from safetrain.lint import RULES, check, main
 
+ROOT = Path(__file__).parents[2]
 BARRIER = """\
 import torch.distributed as dist
 
@@ -206,10 +207,12 @@ def test_json(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_as_a_command_it_does_not_load_torch(script: Path) -> None:
-    code = "import sys; from safetrain.lint import main; sys.exit(main(['train.py']) + ('torch' in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    code = f"import sys; from safetrain.lint import main; sys.exit(main([{str(script)!r}]) + ('torch' in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_its_own_project_is_clean() -> None:
-    assert main([str(Path(__file__).parents[2] / "safetrain"), str(Path(__file__).parents[2] / "recipes")]) == 0
+    assert main([str(ROOT / "safetrain"), str(ROOT / "recipes")]) == 0

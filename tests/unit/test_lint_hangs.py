@@ -200,6 +200,17 @@ FOUND = {
         "        if self.global_rank == 0:\n"
         "            self.log('loss', loss, sync_dist=True)\n",
     ),
+    "a barrier inside rank 0's own section": (
+        "ST101",
+        "import safetrain\nclass Mine(safetrain.Trainer):\n    def on_end(self):\n"
+        "        with self.rank_zero('export') as mine:\n            if mine:\n"
+        "                self.comm.barrier('exported')\n",
+    ),
+    "an agreement of rank 0 with itself": (
+        "ST101",
+        "import safetrain\nclass Mine(safetrain.Trainer):\n    def on_end(self):\n        if self.comm.rank == 0:\n"
+        "            self.agree(1, 'max')\n",
+    ),
     "a DeepSpeed checkpoint on rank 0": (
         "ST101",
         "import deepspeed, torch\nengine, optimizer, _, _ = deepspeed.initialize(model=model)\n"

@@ -26,6 +26,10 @@ RIGHT = {
     + "world_size, rank = get_world_size_and_rank()\nif world_size > 1:\n    dist.barrier()\n",
     "the rank of a matrix": DIST + "if torch.linalg.matrix_rank(x) == 0:\n    dist.barrier()\n",
     "the rank of an adapter": DIST + "if lora_rank == 0:\n    dist.barrier()\n",
+    "what rank 0 does alone, and a barrier for all": "import safetrain\nclass Mine(safetrain.Trainer):\n"
+    "    def on_end(self):\n        with self.rank_zero('export') as mine:\n            if mine:\n"
+    "                write()\n"
+    "        self.comm.barrier('exported')\n",
     "the device waits for itself": DIST + "if rank == 0:\n    torch.cuda.synchronize()\n",
     "a value of the loss, printed by one": in_loop(
         "loss = model(batch).mean()", "loss.backward()", "optimizer.step()", "if dist.get_rank() == 0:",
