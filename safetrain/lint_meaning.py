@@ -138,7 +138,7 @@ def _compared(code: Reading, test: ast.Compare) -> str | None:
         left, right = right, left
         if not isinstance(operator, ast.Eq | ast.NotEq):
             return None
-    if not is_rank(code, left) or isinstance(operator, ast.Is | ast.IsNot):
+    if not is_rank(code, left):
         return None
     if isinstance(operator, ast.In | ast.NotIn):
         if not isinstance(right, ast.Tuple | ast.List | ast.Set):

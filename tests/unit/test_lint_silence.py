@@ -15,6 +15,23 @@ RIGHT = {
     "        dist.barrier()\n",
     "each rank calls it in its way": DIST
     + "if rank == 0:\n    dist.gather(x, them)\nelse:\n    dist.gather(x)\n",
+    "the last rank calls it in its way": DIST
+    + "if rank == world_size - 1:\n    dist.gather(x, them)\nelse:\n    dist.gather(x)\n",
+    "another class's model of the same name": DIST
+    + "class One:\n    def __init__(self, net):\n        self.model = DDP(net)\n\nclass Other:\n"
+    "    def look(self, rank, x):\n        if rank == 0:\n            return self.model(x)\n",
+    "backward of one loss or of another": in_loop(
+        "loss = model(batch).sum()", "if loss > 5:", "    (loss * 0.1).backward()", "else:", "    loss.backward()",
+        "optimizer.step()",
+    ),
+    "a target of the inner model without gradients": in_loop(
+        "with torch.no_grad():", "    target = model.module(batch)", "loss = (model(batch) - target).sum()",
+        "loss.backward()", "optimizer.step()",
+    ),
+    "clipped where nothing is scaled": "import torch\nscaler = torch.amp.GradScaler()\n"
+    "def step(loss, model, optimizer, amp):\n    if amp:\n        scaler.scale(loss).backward()\n    else:\n"
+    "        loss.backward()\n        torch.nn.utils.clip_grad_norm_(model.parameters(), 1)\n    if amp:\n"
+    "        scaler.step(optimizer)\n        scaler.update()\n    else:\n        optimizer.step()\n",
     "in nested arms": DIST
     + "if rank == 0:\n    if big:\n        dist.broadcast(x, 0)\nelse:\n    dist.broadcast(x, 0)\n",
     "a group of some ranks": DIST + "if rank in members:\n    dist.all_reduce(x, group=members_group)\n",
@@ -93,11 +110,15 @@ RIGHT = {
     "for epoch in range(3):\n    loader.sampler.set_epoch(epoch)\n    run(loader)\n",
     "set_epoch in another file": DIST
     + "from engine import train_one_epoch\nfrom torch.utils.data import DataLoader, DistributedSampler\n"
-    "loader = DataLoader(d, sampler=DistributedSampler(d))\nfor epoch in range(3):\n"
-    "    train_one_epoch(loader, epoch)\n",
+    "def build(d):\n    return DataLoader(d, sampler=DistributedSampler(d))\n"
+    "def fit(loader):\n    for epoch in range(3):\n        train_one_epoch(loader, epoch)\n",
+    "set_epoch in a wrapper's file": DIST
+    + "from data import Forever\nfrom torch.utils.data import DataLoader, DistributedSampler\n"
+    "def build(d):\n    loader = DataLoader(d, sampler=DistributedSampler(d))\n    return Forever(loader)\n"
+    "def fit(self):\n    for epoch in range(3):\n        self.run(epoch)\n",
     "a sampler that keeps the order": DIST
     + "from torch.utils.data import DistributedSampler\ns = DistributedSampler(d, shuffle=False)\n"
-    "for epoch in range(3):\n    run(s)\n",
+    "for epoch in range(3):\n    for batch in s:\n        run(batch)\n",
     "shuffle where there is no sampler": "from torch.utils.data import DataLoader\n"
     "DataLoader(d, shuffle=(sampler is None), sampler=sampler)\nDataLoader(d, shuffle=True, sampler=None)\n",
     "shuffle=True in a script of one process": "from torch.utils.data import DataLoader\nDataLoader(d, shuffle=True)\n",
