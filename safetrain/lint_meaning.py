@@ -265,17 +265,22 @@ def _in_a_group(call: ast.Call) -> bool:
     return any(re.search(r"group|(^|[._])pg($|_)", name) and not name.endswith("group.world") for name in names)
 
 
-def collective_inside(code: Reading, function: FunctionNode, depth: int = 0) -> tuple[str, ast.Call] | None:
+def collective_inside(code: Reading, function: FunctionNode) -> tuple[str, ast.Call] | None:
     """The first collective that a function of this file makes on every rank that calls it, also by another function."""
-    if depth > _LIMIT:
-        return None
+    key = ("collective_inside", function)
+    if key not in code.remembered:
+        code.remembered[key] = None  # while it is looked for: functions may call each other
+        code.remembered[key] = _look_inside(code, function)
+    found = code.remembered[key]
+    return found if isinstance(found, tuple) else None
+
+
+def _look_inside(code: Reading, function: FunctionNode) -> tuple[str, ast.Call] | None:
     for call in calls_in(*function.body):
-        if any(True for _ in guards(code, call)):
-            continue
-        if name := collective(code, call):
-            return name, call
-        inner = code.function(call)
-        if inner is not None and inner is not function and (found := collective_inside(code, inner, depth + 1)):
+        name = collective(code, call)
+        inner = None if name else code.function(call)
+        found = (name, call) if name else collective_inside(code, inner) if inner is not None else None
+        if found is not None and not any(True for _ in guards(code, call)):
             return found
     return None
 

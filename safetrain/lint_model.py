@@ -38,11 +38,10 @@ def optimizer_before_parameters(code: Reading) -> Iterator[Place]:
         if not isinstance(made, ast.Assign) or not isinstance(made.value, ast.Call):
             continue
         model = _optimized(code, made.value)
-        scope = code.scope_of(made)
-        later = [node for node in body_of(scope) if isinstance(node, ast.stmt) and node.lineno > made.lineno]
-        made_again = any(isinstance(node, ast.Assign) and {*_targets(node)} & {*_targets(made)} for node in later)
-        if not model or made_again:
-            continue
+        scope = body_of(code.scope_of(made)) if model else iter(())
+        later = [node for node in scope if isinstance(node, ast.stmt) and node.lineno > made.lineno]
+        if any(isinstance(node, ast.Assign) and {*_targets(node)} & {*_targets(made)} for node in later):
+            continue  # it is made again
         for node in (node for node in later if not code.exclude_each_other(node, made)):
             if what := _replaces(code, node, model):
                 yield Place(made, f"the optimizer is made before {what} in line {node.lineno}")

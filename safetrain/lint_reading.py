@@ -45,6 +45,8 @@ class Reading:
             for child in ast.iter_child_nodes(node):
                 self._parents[child] = node
         self.imports = _imports(self.nodes)
+        self.remembered: dict[tuple[str, ast.AST], object] = {}
+        self._mentioned: dict[tuple[str, ...], bool] = {}
         self.calls = sorted((node for node in self.nodes if isinstance(node, ast.Call)), key=position)
 
     def name(self, node: ast.AST) -> str:
@@ -65,7 +67,9 @@ class Reading:
 
     def mentions(self, *beginnings: str) -> bool:
         """Whether the file imports or names something that begins so."""
-        return any(name.startswith(beginnings) for name in self._names)
+        if beginnings not in self._mentioned:
+            self._mentioned[beginnings] = any(name.startswith(beginnings) for name in self._names)
+        return self._mentioned[beginnings]
 
     def ancestors(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """``(around, child)`` from the innermost outwards; ``child`` is the part of ``around`` that holds the node."""

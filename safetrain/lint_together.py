@@ -33,6 +33,7 @@ from safetrain.lint_reading import (
 )
 from safetrain.lint_rule import Place, rule
 
+_WHOSE = {MAIN: "is called on rank 0 only", OTHERS: "is not called on rank 0"}
 _ASKS_THE_DISK = frozenset({"exists", "isfile", "isdir", "is_file", "is_dir", "lexists"})
 _SAYS_BAD = frozenset({"skip", "bad", "nan", "inf", "invalid", "overflow", "nonfinite", "broken", "corrupt"})
 _SAYS_GOOD = frozenset({"ok", "valid", "good", "finite", "healthy", "usable"})
@@ -48,22 +49,21 @@ _SAYS_GOOD = frozenset({"ok", "valid", "good", "finite", "healthy", "usable"})
 )
 def collective_under_rank(code: Reading) -> Iterator[Place]:
     for call in code.calls:
-        name, where = _joint(code, call)
-        if not name:
+        branch, ranks = next(guards(code, call), (None, ""))
+        name, where = _joint(code, call) if ranks else ("", None)
+        if not name or (branch is not None and _is_made_by_the_others(code, call, branch, ranks)):
             continue
-        for branch, ranks in guards(code, call):
-            if branch is not None and (
-                _in_other_arm(code, call, branch)
-                or _on_both_sides(code, call, ranks)
-                or _also_by_those_who_stay(code, call, branch)
-            ):
-                break
-            through = "" if where is None else f" (by {dotted(call.func)}, line {where.lineno})"
-            what = {MAIN: "is called on rank 0 only", OTHERS: "is not called on rank 0"}.get(
-                ranks, "is called on some ranks only"
-            )
-            yield Place(call, f"{name} {what}{through}")
-            break
+        through = "" if where is None else f" (by {dotted(call.func)}, line {where.lineno})"
+        some = "is called on some ranks only"
+        yield Place(call, f"{name} {_WHOSE.get(ranks, some)}{through}")
+
+
+def _is_made_by_the_others(code: Reading, call: ast.Call, branch: ast.If | ast.IfExp, ranks: str) -> bool:
+    return (
+        _in_other_arm(code, call, branch)
+        or _on_both_sides(code, call, ranks)
+        or _also_by_those_who_stay(code, call, branch)
+    )
 
 
 def _joint(code: Reading, call: ast.Call) -> tuple[str, ast.Call | None]:
