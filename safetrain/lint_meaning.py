@@ -32,7 +32,7 @@ _ABOUT_RANK = re.compile(r"rank|main|master|chief|primary|zero|leader|process_in
 _TORCH_COLLECTIVES = frozenset({
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list",
-    "gather", "gather_object", "init_process_group", "monitored_barrier", "new_group", "reduce", "reduce_scatter",
+    "gather", "gather_object", "monitored_barrier", "new_group", "reduce", "reduce_scatter",
     "reduce_scatter_tensor", "scatter", "scatter_object_list",
 })  # fmt: skip
 _SAVED_BY_ALL = frozenset({"async_save", "load", "load_state_dict", "save", "save_state_dict"})
@@ -286,5 +286,7 @@ def _look_inside(code: Reading, function: FunctionNode) -> tuple[str, ast.Call] 
 
 
 def is_backward(call: ast.Call) -> bool:
-    """``loss.backward()``, ``accelerator.backward(loss)``."""
-    return isinstance(call.func, ast.Attribute) and call.func.attr == "backward"
+    """``loss.backward()``, ``accelerator.backward(loss)``; that of distributed autograd is no business of DDP."""
+    if not isinstance(call.func, ast.Attribute) or call.func.attr != "backward":
+        return False
+    return "autograd" not in dotted(call.func.value)

@@ -123,7 +123,8 @@ def forward_past_wrapper(code: Reading) -> Iterator[Place]:
             continue
         scope = code.scope_of(call)
         derived = _derived(code, call)
-        for backward in (one for one in calls_in(*scope.body) if is_backward(one)):
+        later = (one for one in calls_in(*scope.body) if is_backward(one) and one.lineno >= call.lineno)
+        for backward in later:
             used = names_in(backward) | {dotted(backward.func).removesuffix(".backward")}
             if used & derived or any(node is call for node in ast.walk(backward)):
                 yield Place(
@@ -254,8 +255,8 @@ def _flows_into_loss(code: Reading, node: ast.AST) -> bool:
     fix="Leave static_graph out where gradients are accumulated under no_sync().",
 )
 def static_graph_and_no_sync(code: Reading) -> Iterator[Place]:
-    wraps = [call for call in code.calls if is_constant(keyword(call, "static_graph"), True) and is_ddp(code, call)]
     for call in code.calls:
-        if wraps and _is_no_sync(call) and isinstance(call.func, ast.Attribute) and is_ddp(code, call.func.value):
-            yield Place(call, f"{dotted(call.func)} of a DDP model with static_graph=True (line {wraps[0].lineno})")
-            return
+        values = [one.value for one in code.assigned(call.func.value)] if isinstance(call.func, ast.Attribute) else []
+        for wrap in (value for value in values if isinstance(value, ast.Call) and is_ddp(code, value)):
+            if _is_no_sync(call) and is_constant(keyword(wrap, "static_graph"), True):
+                yield Place(call, f"{dotted(call.func)} of a DDP model with static_graph=True (line {wrap.lineno})")

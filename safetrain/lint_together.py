@@ -215,8 +215,7 @@ def collective_in_join(code: Reading) -> Iterator[Place]:
         if not isinstance(block, ast.With) or not any(_joins(code, item.context_expr) for item in block.items):
             continue
         for call in calls_in(*block.body):
-            accumulates = code.last_name(call) == "no_sync"
-            if (name := collective(code, call) or (accumulates and dotted(call.func))) and not is_backward(call):
+            if (name := collective(code, call)) and not is_backward(call):
                 yield Place(call, f"{name} inside join()")
 
 

@@ -32,6 +32,15 @@ RIGHT = {
     "def step(loss, model, optimizer, amp):\n    if amp:\n        scaler.scale(loss).backward()\n    else:\n"
     "        loss.backward()\n        torch.nn.utils.clip_grad_norm_(model.parameters(), 1)\n    if amp:\n"
     "        scaler.step(optimizer)\n        scaler.update()\n    else:\n        optimizer.step()\n",
+    "the inner model after training": DIST
+    + "def run(net, x):\n    model = DDP(net)\n    loss = model(x)\n    loss.backward()\n    inner = model.module\n"
+    "    loss = inner(x)\n    print(loss)\n",
+    "backward of distributed autograd": DIST
+    + "import torch.distributed.autograd as dist_autograd\ndef run(rank, loss):\n    if rank != 0:\n        return\n"
+    "    dist_autograd.backward(1, [loss])\n",
+    "no_sync of another model than the static one": DIST
+    + "def one(net, x):\n    model = DDP(net)\n    with model.no_sync():\n        model(x).backward()\n\n"
+    "def other(net, x):\n    model = DDP(net, static_graph=True)\n    model(x).backward()\n",
     "in nested arms": DIST
     + "if rank == 0:\n    if big:\n        dist.broadcast(x, 0)\nelse:\n    dist.broadcast(x, 0)\n",
     "a group of some ranks": DIST + "if rank in members:\n    dist.all_reduce(x, group=members_group)\n",
