@@ -36,7 +36,7 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
-"""All rules by id, in the order of their ids once ``lint`` has imported them."""
+"""All rules by id, in the order of their ids once ``lint_command`` has imported them."""
 
 
 def rule(id: str, name: str, *, why: str, fix: str) -> Callable[[Find], Find]:

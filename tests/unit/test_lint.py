@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from safetrain.lint import RULES, check, main
+from safetrain.lint_command import RULES, check, main
 
 ROOT = Path(__file__).parents[2]
 BARRIER = """\
@@ -207,11 +208,22 @@ def test_json(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_as_a_command_it_does_not_load_torch(script: Path) -> None:
-    code = f"import sys; from safetrain.lint import main; sys.exit(main([{str(script)!r}]) + ('torch' in sys.modules))"
+    code = f"import sys; from safetrain.lint_command import main; found = main([{str(script)!r}])"
+    code += "; sys.exit(found + ('torch' in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_it_runs_nothing_of_the_folder_that_it_reads(script: Path) -> None:
+    for name in ("argparse", "ast", "difflib", "json", "tokenize", "torch"):
+        (script.parent / f"{name}.py").write_text("raise SystemExit(3)\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "safetrain.lint", "train.py", "json.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("train.py:4:5: ST101")
 
 
 def test_its_own_project_is_clean() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from safetrain.lint import check
+from safetrain.lint_command import check
 
 DIST = "import torch\nimport torch.distributed as dist\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
 LOOP = f"""{DIST}

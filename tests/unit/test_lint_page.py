@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from safetrain.lint import RULES, check
+from safetrain.lint_command import RULES, check
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lint.md").read_text()
 _, *_PARTS = re.split(r"^### (ST\d+) (\S+)$", PAGE, flags=re.MULTILINE)

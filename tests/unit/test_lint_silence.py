@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from safetrain.lint import check
+from safetrain.lint_command import check
 from tests.unit.test_lint_hangs import DIST, in_loop
 
 RIGHT = {
