@@ -15,7 +15,10 @@ import pytest
 from safetrain.preflight_config import CHECK_NAMES
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README = "".join(
+    (ROOT / page).read_text() for page in ("README.md", "docs/first_step.md", "docs/failures.md", "docs/checkpoints.md")
+)
+"""With the pages that go on from it."""
 LIMIT_S = 280.0  # a sweep of two jobs on a loaded machine
 
 pytestmark = pytest.mark.timeout(300)
@@ -204,7 +207,7 @@ def test_the_limits_in_the_table_are_the_configured_ones() -> None:
         assert f"max_consecutive: {limit}\n" in config
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(page: str) -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
