@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 import time
 from contextlib import suppress
@@ -19,7 +18,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from safetrain import network
+from safetrain import machine, network
 from safetrain.errors import UsageError
 from safetrain.words import ranks_in_words
 
@@ -32,13 +31,19 @@ _SLACK_S = 5.0
 
 @dataclass(frozen=True)
 class Place:
-    """Who a process says it is."""
+    """Who a process says it is; ``machine`` tells two machines, or two pods, of one name apart."""
 
     rank: int
     world_size: int
     host: str
     pid: int
     gloo_address: str
+    machine: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process sees that one by its process id."""
+        return self.machine == machine.identity()
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, process {self.pid})"
@@ -76,7 +81,7 @@ def meet(rank: int, world_size: int, limit_s: float) -> Meeting:
         base = _find_store(rank, limit_s)
         _meetings += 1
         store = PrefixStore(f"safetrain/meeting_{_meetings}", base)
-        me = Place(rank, world_size, socket.gethostname(), os.getpid(), network.gloo_address())
+        me = Place(rank, world_size, machine.host(), os.getpid(), network.gloo_address(), machine.identity())
         try:
             places = _roll_call(PrefixStore("roll", store), me, deadline, limit_s)
         except dist.DistError as error:
@@ -116,7 +121,7 @@ def _find_store(rank: int, limit_s: float) -> Store:
     serves = rank == 0 and not _agent_serves()
     if not serves and (error := network.reach(host, port, limit_s)):
         raise UsageError(
-            f"rank {rank} on {socket.gethostname()} found nobody at {where} for {limit_s:g} s: {error}. Rank 0 has to "
+            f"rank {rank} on {machine.host()} found nobody at {where} for {limit_s:g} s: {error}. Rank 0 has to "
             "run on the machine that MASTER_ADDR names, with the same MASTER_PORT, and no firewall between."
         )
     try:
@@ -153,12 +158,12 @@ def _no_store(rank: int, where: str, host: str, port: int, *, serves: bool, erro
     holder = network.port_holder(port)
     if serves and holder:
         return (
-            f"port {port} on {socket.gethostname()}, where rank 0 is to meet the others, is taken by {holder}. Choose "
+            f"port {port} on {machine.host()}, where rank 0 is to meet the others, is taken by {holder}. Choose "
             "another MASTER_PORT, or end that process. If it belongs to this job, two processes have RANK=0."
         )
     if serves and not network.is_own_address(host):
         return (
-            f"MASTER_ADDR={host}: that is not {socket.gethostname()}, where rank 0 runs, so nobody can meet it there. "
+            f"MASTER_ADDR={host}: that is not {machine.host()}, where rank 0 runs, so nobody can meet it there. "
             "Set MASTER_ADDR to this machine's name or address, on all ranks."
         )
     if not serves:
@@ -254,7 +259,7 @@ def _twice(first: Place | None, second: Place) -> str:
 
 def _unreachable(places: list[Place]) -> str:
     """Ranks on several machines must not offer Gloo an address that only means their own."""
-    hosts = {place.host for place in places}
+    hosts = {place.machine or place.host for place in places}
     hidden = next((place for place in places if network.is_loopback(place.gloo_address)), None)
     if len(hosts) == 1 or hidden is None:
         return ""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from safetrain import machine
 from safetrain.errors import UsageError
 
 _LISTENING = "0A"  # in /proc/net/tcp
 _RETRY_S = 0.2
+_SIOCGIFADDR, _NAME_BYTES = 0x8915, 15  # Linux: the address of an interface; the longest name of one
 
 
 def resolve(variable: str, host: str) -> list[str]:
@@ -25,7 +29,7 @@ def resolve(variable: str, host: str) -> list[str]:
     except (OSError, UnicodeError) as error:
         blank = " It begins or ends with a blank." if host != host.strip() else ""
         raise UsageError(
-            f"{variable}={host!r}: {socket.gethostname()} knows no machine of that name ({error}).{blank} Give the "
+            f"{variable}={host!r}: {machine.host()} knows no machine of that name ({error}).{blank} Give the "
             f"name "
             "or address of rank 0's machine, as `getent hosts NAME` knows it."
         ) from error
@@ -101,7 +105,7 @@ def check_gloo_interfaces() -> None:
                 else "no such interface"
             )
             raise UsageError(
-                f"GLOO_SOCKET_IFNAME={wanted}: {why}. {socket.gethostname()} has {', '.join(there)} (`ip addr`)."
+                f"GLOO_SOCKET_IFNAME={wanted}: {why}. {machine.host()} has {', '.join(there)} (`ip addr`)."
             )
 
 
@@ -113,9 +117,20 @@ def gloo_address() -> str:
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return ""
     try:
-        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+        return str(socket.getaddrinfo(machine.host(), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return "127.0.0.1"  # Gloo's own way out
+
+
+def interface_of(address: str) -> str:
+    """The interface of this machine that has ``address`` (IPv4); empty where none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                request = struct.pack("256s", name.encode()[:_NAME_BYTES])
+                if socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return ""
 
 
 def is_loopback(address: str) -> bool:

@@ -7,7 +7,6 @@ Until it has read that code the kernel keeps it for everybody to see.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -22,10 +21,15 @@ _LIMIT_S = 0.05  # a process closes its connections a moment before it is gone
 def gone_ranks(*, at_once: bool = False) -> list[Exit]:
     """The ranks that have ended. Call it when a connection to some rank has broken; else it need not wait for one to
     be gone (``at_once``)."""
-    here = [place for place in known_places() if place.host == socket.gethostname() and place.pid != os.getpid()]
+    here = [place for place in known_places() if place.is_here and place.pid != os.getpid()]
+    several = any(not place.is_here for place in known_places())
     deadline = time.monotonic() + _LIMIT_S
     while True:
-        ends = [Exit(place.rank, place.pid, _exit_code(place.pid)) for place in here if state_of(place.pid) in ENDED]
+        ends = [
+            Exit(place.rank, place.pid, _exit_code(place.pid), host=place.host if several else "")
+            for place in here
+            if state_of(place.pid) in ENDED
+        ]
         if ends or at_once or time.monotonic() > deadline:
             return ends
         time.sleep(0.002)

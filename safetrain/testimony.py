@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any, Literal, Self
 import torch
 
 import safetrain
+from safetrain import machine
 from safetrain.activity import ACTIVITY
 from safetrain.failure import is_user_file
 from safetrain.flight_recorder import Collective, last_collectives
@@ -83,12 +83,16 @@ class Testimony:
     workers: tuple[Worker, ...] = ()
     time_ns: int = 0
     since_ns: int = 0
+    machine: str = ""
 
     @classmethod
     def brief(cls, rank: int, patience: Patience) -> Self:
         """Of this process, without its stack: cheap enough to be said all the time."""
-        a, host, limit_s = ACTIVITY, socket.gethostname(), patience.limit_s
-        return cls(rank, host, os.getpid(), a.step, a.epoch, a.phase, patience.seconds, limit_s, a.count, "moving")
+        a = ACTIVITY
+        return cls(
+            rank=rank, host=machine.host(), machine=machine.identity(), pid=os.getpid(), step=a.step, epoch=a.epoch,
+            phase=a.phase, seconds=patience.seconds, limit_s=patience.limit_s, count=a.count, state="moving",
+        )  # fmt: skip
 
     @classmethod
     def full(cls, rank: int, patience: Patience, thread_id: int, calls: Sequence[str]) -> Self:
@@ -111,9 +115,14 @@ class Testimony:
             calls=tuple(calls), time_ns=now_ns, since_ns=now_ns - int((time.monotonic() - ACTIVITY.since) * 1e9),
         )  # fmt: skip
 
-    def probed(self, host: str) -> Self:
-        """Of a silent rank, with what can be found out from outside, where it is on this ``host``."""
-        if self.host != host:
+    @property
+    def is_here(self) -> bool:
+        """Whether the rank is on this machine."""
+        return self.machine == machine.identity()
+
+    def probed(self) -> Self:
+        """Of a silent rank, with what can be found out from outside, where it is on this machine."""
+        if not self.is_here:
             return self
         state = state_of(self.pid)
         if state in ENDED:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from safetrain import joining, launch, peers, whereabouts
+from safetrain import agent, joining, machine, peers, whereabouts
 from safetrain.activity import ACTIVITY
 from safetrain.failure import Exit
 from safetrain.joining import Meeting, Place
@@ -56,8 +55,8 @@ def test_how_a_peer_ended_is_known_until_its_launcher_has_asked(
     monkeypatch: pytest.MonkeyPatch, end: str, code: int
 ) -> None:
     peer = subprocess.Popen([sys.executable, "-c", f"import os, signal; {end}"])
-    here = socket.gethostname()
-    places = (Place(0, 2, here, os.getpid(), ""), Place(1, 2, here, peer.pid, ""))
+    here = machine.identity()
+    places = (Place(0, 2, "a", os.getpid(), "", here), Place(1, 2, "a", peer.pid, "", here))
     monkeypatch.setattr(joining, "_current", Meeting(None, places))  # type: ignore[arg-type]
     try:
         while not (gone := peers.gone_ranks()):
@@ -69,7 +68,8 @@ def test_how_a_peer_ended_is_known_until_its_launcher_has_asked(
 
 
 def test_a_peer_that_runs_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = (Place(0, 2, socket.gethostname(), os.getppid(), ""), Place(1, 2, "elsewhere", 1, ""))
+    gone = 2**22 + 1  # no process has that number; on another machine, one may
+    places = (Place(0, 2, "a", os.getppid(), "", machine.identity()), Place(1, 2, "a", gone, "", "a/another boot"))
     monkeypatch.setattr(joining, "_current", Meeting(None, places))  # type: ignore[arg-type]
     assert peers.gone_ranks() == []
 
@@ -77,11 +77,11 @@ def test_a_peer_that_runs_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_sigkill_does_not_end_does_not_hold_up_the_launcher(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # H34
-    monkeypatch.setattr(launch, "_KILL_LIMIT_S", 0.1)
+    monkeypatch.setattr(agent, "_KILL_LIMIT_S", 0.1)
     release = threading.Event()
     process = SimpleNamespace(pid=4711, poll=lambda: None)
     context = SimpleNamespace(subprocess_handlers={0: SimpleNamespace(proc=process)})
     wait_for_ever: Callable[[], object] = release.wait
-    launch._Agent._within_limit(SimpleNamespace(), wait_for_ever, context, 0.1)  # type: ignore[arg-type]
+    agent.Agent._within_limit(SimpleNamespace(), wait_for_ever, context, 0.1)  # type: ignore[arg-type]
     release.set()
     assert "Processes that SIGKILL does not end" in capsys.readouterr().err
