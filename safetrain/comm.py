@@ -21,12 +21,12 @@ from safetrain import flight_recorder
 from safetrain.collectives import CollectiveLog
 from safetrain.errors import CommunicationError, UsageError
 from safetrain.joining import JOIN_TIMEOUT_S, join_limit_s, meet, part
+from safetrain.scheduler import placement
 from safetrain.sections import Meeting
 
 T = TypeVar("T")
 How = Literal["any", "all", "min", "max", "sum"]
 _OPS = {"any": dist.ReduceOp.MAX, "all": dist.ReduceOp.MIN, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Comm:
@@ -82,7 +82,8 @@ class Comm:
         self._owns_default_group = not dist.is_initialized()
         if self._owns_default_group:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            if "RANK" in os.environ:
+            if (place := placement(os.environ)) is not None:
+                os.environ.update(place.environment())
                 store = meet(self.rank, self.world_size, join_limit_s(join_timeout_s)).store
                 store.set_timeout(timeout)
                 dist.init_process_group(
@@ -206,9 +207,9 @@ class Comm:
         return self._meeting.turn(name, whose)
 
 
-def serve_store(timeout: timedelta) -> tuple[Store, int]:
-    """A store for ranks of this machine, on a free port, served by this process; and its port."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+def serve_store(timeout: timedelta, host: str = "127.0.0.1") -> tuple[Store, int]:
+    """A store for ranks, served by this process on a free port of ``host``, which is this machine; and its port."""
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     return store, store.port
 
 
@@ -226,23 +227,10 @@ def is_communication_error(error: BaseException) -> bool:
 
 def launcher_place() -> tuple[int, int, int, int]:
     """(rank, world size, local rank, local world size) from the launcher's environment; a world of one without it."""
-    present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
-    if "RANK" not in present and "WORLD_SIZE" not in present:
+    place = placement(os.environ)
+    if place is None:
         return 0, 1, 0, 1
-    missing = [name for name in _LAUNCHER_VARIABLES if name not in present]
-    if missing:
-        raise UsageError(
-            f"the environment sets {', '.join(present)} but not {', '.join(missing)}: the ranks were started by hand "
-            "and incompletely. Start them with `python -m safetrain` or torchrun, or unset these variables to run one "
-            "process."
-        )
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if not 0 <= rank < world_size:
-        raise UsageError(
-            f"RANK={rank} is not below WORLD_SIZE={world_size}: one of them is wrong. Let a launcher set them."
-        )
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    return rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return place.rank, place.world_size, place.local_rank, place.local_world_size
 
 
 def _choose_device(device: str, local_rank: int) -> torch.device:
