@@ -22,6 +22,7 @@ from safetrain.checks import (
     parse_section,
 )
 from safetrain.errors import ConfigError
+from safetrain.launch_config import Launch as Launch
 from safetrain.preflight_config import Preflight as Preflight
 from safetrain.variables import check_variable
 
@@ -85,31 +86,6 @@ class Loader:
                 f"loader.prefetch_factor={self.prefetch_factor} needs loader processes: set loader.num_workers >= 1, "
                 "or loader.prefetch_factor=null"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How the ranks are started on this machine, and how long anything may wait."""
-
-    nproc_per_node: Literal["auto"] | int = "auto"
-    """Ranks; ``auto`` is one for each GPU, or two on a machine without."""
-    timeout_s: float = 1800
-    """Longest wait in a collective."""
-    join_timeout_s: float = 20
-    """Longest wait at the start for ranks that do not come."""
-    grace_s: float = 3
-    """Time that a rank has to end when another one has failed, before SIGKILL."""
-    max_restarts: int = 0
-    """Times that ranks that failed are started again, to go on from the last checkpoint."""
-    preemption_grace_s: float = 30
-    """Time that all ranks have to save and to end when the launcher gets SIGTERM, before SIGKILL."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "launch")
-        if self.nproc_per_node != "auto":
-            at_least(self, "launch", 1, "nproc_per_node")
-        more_than_zero(self, "launch", "timeout_s", "join_timeout_s")
-        at_least(self, "launch", 0, "grace_s", "preemption_grace_s", "max_restarts")
 
 
 @dataclass(frozen=True, kw_only=True)
