@@ -3,7 +3,8 @@
     python -m safetrain                           lists the recipes
     python -m safetrain recipe=NAME ...           composes, checks, launches; in a sweep (-m) one job after the other
     python -m safetrain recipe=NAME resume=auto   goes on with the run of that name that was the last to save
-    torchrun ... -m safetrain recipe=NAME         rank 0 composes and checks, all ranks train
+    python -m safetrain recipe=NAME launch=cluster ...    the same on each of several machines, with launch.node_rank
+    torchrun ... -m safetrain recipe=NAME         rank 0 composes and checks, all ranks train; srun and mpirun likewise
 
 Exit codes: 0 all went well, 1 training failed, 2 config or use is wrong, 75 preempted (saved as far as possible: run it
 again), 128 + n signal n ended it (Ctrl-C: 130).
@@ -12,6 +13,7 @@ again), 128 + n signal n ended it (Ctrl-C: 130).
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,9 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetrain.catalog import recipes
+from safetrain.cluster import folder_of_follower, starts_ranks, wants_cluster, with_overrides
 from safetrain.errors import ConfigError, SafetrainError, UsageError
+from safetrain.orders import FAILED, OK, WRONG
 from safetrain.rank_log import complain
 from safetrain.run_dir import forget_restart, note_for_restart, occupied, run_before_restart, shown
+from safetrain.scheduler import placement
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,18 +34,19 @@ if TYPE_CHECKING:
     from safetrain.config import Config
     from safetrain.environ import Variable
 
-OK, FAILED, WRONG = 0, 1, 2
-
 
 def main(arguments: Sequence[str]) -> int:
     """Do what the command line says; returns the exit code."""
     try:
-        if "RANK" not in os.environ and not arguments:
+        cluster = wants_cluster(os.environ)
+        place = None if cluster or starts_ranks(arguments, os.environ) else placement(os.environ)
+        if place is not None:
+            os.environ.update(place.environment())
+            return _as_rank(arguments)
+        if not arguments:
             print(list_recipes())
             return OK
-        from safetrain.launch import has_launcher  # from here on, imports take seconds
-
-        return _as_rank(arguments) if has_launcher() else _as_launcher()
+        return _as_launcher(with_overrides(arguments, ["launch=cluster"] if cluster else []))
     except (ConfigError, UsageError) as error:
         complain(error)
         return WRONG
@@ -57,7 +63,7 @@ def list_recipes() -> str:
     return "\n".join(["Recipes:", *(lines or ["  none; write ./recipe/NAME.yaml"]), "", *commands])
 
 
-def _as_launcher() -> int:
+def _as_launcher(arguments: Sequence[str]) -> int:
     """Compose, and start ranks for each job."""
     from safetrain.compose import for_each_job
     from safetrain.sweep import best_found, jobs_noted, table, wait_for_others
@@ -65,7 +71,9 @@ def _as_launcher() -> int:
 
     run = RunJob()
     try:
-        for_each_job(run)
+        with folder_of_follower(arguments, os.environ) as more:
+            sys.argv = [sys.argv[0], *with_overrides(arguments, more)]
+            for_each_job(run)
     except SafetrainError:
         if not (run.done or jobs_noted()):  # else it was told when it happened
             raise
@@ -93,6 +101,8 @@ def _as_rank(arguments: Sequence[str]) -> int:
     from safetrain.handover import Handover
     from safetrain.lifetime import die_with_parent
 
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # it ends at once when told to, also inside a collective
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun: killed, it would leave its ranks running
         die_with_parent()
     handover = Handover(arguments)
@@ -103,8 +113,8 @@ def _as_rank(arguments: Sequence[str]) -> int:
             except SystemExit as leave:  # --help, or an argument that Hydra refused
                 handover.end(leave.code if isinstance(leave.code, int) else OK)
                 raise
-            except (ConfigError, UsageError):
-                handover.end(WRONG)
+            except (ConfigError, UsageError) as error:
+                handover.end(WRONG, str(error))
                 raise
             if not text:
                 handover.end(OK)
@@ -143,7 +153,7 @@ def _compose_for_ranks(arguments: Sequence[str], held: ExitStack) -> str:
     settled: list[Variable] = []
 
     def compose(composed: DictConfig) -> None:
-        configs.append(resolve(composed))
+        configs.append(resolve(composed, as_rank=True))
         settled.extend(variables(composed))
 
     for_each_job(compose)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -19,10 +20,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from safetrain.catalog import recipes
+from safetrain.checks import join_key
+from safetrain.cluster import filled
 from safetrain.config import Config
 from safetrain.environ import COMMAND_LINE, RECIPE, SHELL, Variable, environment, settle, shell
 from safetrain.errors import ConfigError, SafetrainError
 from safetrain.explain import COMPOSITION_ERRORS, explain
+from safetrain.launch_config import ONE_MACHINE, Launch
 from safetrain.preflight_config import ONLY_CHECKS
 from safetrain.run_dir import choose_run_dir
 from safetrain.targets import check_targets, import_target
@@ -85,20 +89,52 @@ def _overrides() -> list[str]:
     return overrides
 
 
-def resolve(composed: DictConfig) -> Config:
-    """The config with every interpolation resolved, once, and everything checked that needs no process.
+def launch_of(composed: DictConfig) -> Launch:
+    """How the ranks of a job are to be started; known before anything that takes seconds is imported.
+
+    Raises:
+        ConfigError: a key or a value of ``launch`` is wrong.
+        UsageError: a scheduler has started this command in a way in which it can't work.
+    """
+    with no_run_dir_if_refused():
+        plain: Any = OmegaConf.to_container(composed.launch, resolve=True, throw_on_missing=True)
+        return Launch.parse(filled(plain, os.environ))
+
+
+def keys_of(composed: DictConfig) -> dict[str, str]:
+    """What has to be the same on all machines of a job: each key and what was said of it. Nothing is resolved: what
+    draws a number or reads a clock is the same text."""
+    plain: Any = OmegaConf.to_container(composed, resolve=False)
+    own = {"run_dir", "launch.nproc_per_node", "launch.node_rank", "launch.rdzv_endpoint"}
+    keys = {"recipe": str(HydraConfig.get().runtime.choices["recipe"])}
+    keys |= {key: text for key, text in _flat(plain, "") if key not in own}
+    return keys
+
+
+def _flat(node: Any, where: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict) and node:
+        for name, value in node.items():
+            yield from _flat(value, join_key(where, str(name)))
+    else:
+        yield where, json.dumps(node, default=str)
+
+
+def resolve(composed: DictConfig, *, as_rank: bool = False) -> Config:
+    """The config with every interpolation resolved, once, and everything checked that needs no process. ``as_rank``:
+    the ranks are there, and ``launch`` has not to say where.
 
     Its run directory is removed again where it is refused.
 
     Raises:
         ConfigError: a key, a value or a target is wrong.
     """
-    try:
+    with no_run_dir_if_refused():
         if HydraConfig.get().runtime.choices["recipe"] is None and os.environ.get(ONLY_CHECKS) != "machine":
             names = ", ".join(recipe.name for recipe in recipes()) or "none yet: write ./recipe/NAME.yaml"
             raise ConfigError(f"recipe is missing: say recipe=NAME. Allowed: {names}.")
         recipes()  # two of one name are refused
         plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        plain["launch"] = {**plain["launch"], **ONE_MACHINE} if as_rank else filled(plain["launch"], os.environ)
         config = Config.parse(plain)
         settled = {v.name: v.value for v in variables(composed) if v.source != SHELL or v.name in config.env}
         config = replace(config, env=settled)
@@ -112,13 +148,7 @@ def resolve(composed: DictConfig) -> Config:
                 "path (resume=outputs/multirun/<sweep>/0,...), or run it alone."
             )
         _check_what_it_builds(config)
-    except COMPOSITION_ERRORS as error:
-        _discard_run_dir()
-        raise explain(error) from error
-    except ConfigError:
-        _discard_run_dir()
-        raise
-    return config
+        return config
 
 
 def variables(composed: DictConfig) -> list[Variable]:
@@ -169,6 +199,23 @@ def _check_what_it_builds(config: Config) -> None:
             instantiate(node)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key}: {error}") from error
+
+
+@contextmanager
+def no_run_dir_if_refused() -> Iterator[None]:
+    """Around what may refuse a job before it has begun.
+
+    Raises:
+        SafetrainError: what the block raised; errors of Hydra and OmegaConf in words of our own.
+    """
+    try:
+        yield
+    except COMPOSITION_ERRORS as error:
+        _discard_run_dir()
+        raise explain(error) from error
+    except SafetrainError:
+        _discard_run_dir()
+        raise
 
 
 def _discard_run_dir() -> None:

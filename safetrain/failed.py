@@ -12,19 +12,23 @@ from pathlib import Path
 
 from safetrain import causes
 from safetrain.errors import Preempted, PreflightError, RanksDiffer
-from safetrain.failure import Exit, Failure, headline, log_path, read_failures, user_lines
+from safetrain.failure import Exit, Failure, headline, log_end, read_failures, user_lines
 from safetrain.verdict import Verdict
 from safetrain.words import ranks_in_words
 
 _LOG_LINES = 8
 
 
-def verdict_on(run_dir: Path, world_size: int, exits: Sequence[Exit] = ()) -> Verdict:
+def verdict_on(
+    run_dir: Path, world_size: int, exits: Sequence[Exit] = (), elsewhere: Sequence[Failure] = ()
+) -> Verdict:
     """Why the job in ``run_dir`` failed.
 
-    ``exits`` are the ranks that ended by themselves, not by the launcher's hand after another one's failure.
+    ``exits`` are the ranks that ended by themselves, not by the launcher's hand after another one's failure;
+    ``elsewhere`` are the records of other machines, which may or may not be in the directory, too.
     """
-    failures = read_failures(run_dir)
+    by_rank = {failure.rank: failure for failure in (*elsewhere, *read_failures(run_dir))}
+    failures = [by_rank[rank] for rank in sorted(by_rank)]
     silent = _silent(failures, exits)
     in_time = sorted(failures, key=lambda failure: failure.time_ns)
     culprits = [failure for failure in in_time if not failure.victim]
@@ -117,8 +121,7 @@ def _of_witness(witness: Failure) -> Verdict:
 
 def _of_exits(silent: Sequence[Exit], run_dir: Path) -> Verdict:
     first, *others = silent
-    log = log_path(run_dir, first.rank)
-    text = log.read_text(errors="replace") if log.exists() else ""
+    text = first.log or log_end(run_dir, first.rank)
     crash = causes.crash_in(text)
     evidence = [f"When last seen, up to 0.3 s before, it was {first.last_seen}."] if first.last_seen else []
     if crash:
@@ -136,4 +139,5 @@ def _of_exits(silent: Sequence[Exit], run_dir: Path) -> Verdict:
 
 
 def _ended(one: Exit) -> str:
-    return f"rank {one.rank} (process {one.pid}) {causes.of_exit(one.code)}"
+    where = f"{one.host}, " if one.host else ""
+    return f"rank {one.rank} ({where}process {one.pid}) {causes.of_exit(one.code)}"

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from safetrain.errors import PeerFailed, RankFailed, RanksDiffer, SafetrainError
 
+_LOG_BYTES = 1 << 16  # of a log, from its end: a crash report and more
 _PACKAGE = Path(__file__).parent
 _LIBRARIES = tuple(
     path + os.sep
@@ -106,12 +107,15 @@ class Exit:
     Attributes:
         code: negative for a signal; None where nobody knows any more.
         last_seen: where the rank was shortly before, such as ``in training_step at step 5``; empty where not known.
+        host, log: its machine, and the end of its log, where the job runs on several.
     """
 
     rank: int
     pid: int
     code: int | None
     last_seen: str = ""
+    host: str = ""
+    log: str = ""
 
 
 def read_failures(run_dir: Path) -> list[Failure]:
@@ -187,3 +191,13 @@ def _record_path(run_dir: Path, rank: int) -> Path:
 def log_path(run_dir: Path, rank: int) -> Path:
     """Where a rank's output goes."""
     return run_dir / "logs" / f"rank_{rank}.log"
+
+
+def log_end(run_dir: Path, rank: int) -> str:
+    """The last of a rank's output that is worth reading."""
+    try:
+        with log_path(run_dir, rank).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_BYTES))
+            return log.read().decode(errors="replace")
+    except OSError:
+        return ""

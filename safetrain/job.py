@@ -9,60 +9,73 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
+from safetrain.alone import Alone
 from safetrain.checks import nearest
+from safetrain.comm import serve_store
 from safetrain.config import Config
+from safetrain.crew import Leader
 from safetrain.environ import Variable, announce
 from safetrain.errors import ConfigError, Preempted, SafetrainError
 from safetrain.failed import verdict_on
 from safetrain.failure import read_failures
-from safetrain.launch import Interrupted, launch, number_of_ranks
+from safetrain.launch import Ended, launch, number_of_ranks
+from safetrain.machines import environment_of, lost_in_words, verdict_on_machines
+from safetrain.orders import FAILED, JobEnded, Outcome, TrainingFailed, exit_code_of
 from safetrain.rank_log import fresh_line
 from safetrain.run_dir import occupied, shown
 from safetrain.shelf import Shelf
+from safetrain.signals import Interrupted
 from safetrain.verdict import Published, forget, published
 
-_FAILED = 1
 _VARIES = re.compile(r"process \d+|for \d+ s")
 
 
-class TrainingFailed(SafetrainError):
-    """Ranks failed; the message is the whole story."""
-
-
-class JobEnded(Exception):
-    """A signal ended the job, and with it the command; no rank is left."""
-
-    def __init__(self, text: str, exit_code: int) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
-
-
-def train(config: Config, variables: Sequence[Variable] = ()) -> float | None:
-    """Run one job; returns the configured metric. ``variables``: what ``config.env`` came to, to tell and to keep.
+def train(config: Config, variables: Sequence[Variable] = (), crew: Alone | Leader | None = None) -> float | None:
+    """Run one job, with the launchers of other machines where there is a ``crew``; returns the configured metric.
+    ``variables``: what ``config.env`` came to, to tell and to keep.
 
     Raises:
         ConfigError: it asks for more than this machine has, or the metric was never logged.
         TrainingFailed: a rank failed, and no restart is left, or none would help.
         JobEnded: a signal ended it.
     """
-    ranks, run_dir = number_of_ranks(config), Path(config.run_dir)
+    crew = crew or Alone(number_of_ranks(config))
+    try:
+        metric = _train(config, variables, crew)
+    except JobEnded as ended:
+        crew.tell(Outcome(str(ended), ended.exit_code))
+        raise
+    except SafetrainError as error:
+        crew.tell(Outcome(str(error), exit_code_of(error)))
+        raise
+    crew.tell(Outcome(metric=metric))
+    return metric
+
+
+def _train(config: Config, variables: Sequence[Variable], crew: Alone | Leader) -> float | None:
+    run_dir = Path(config.run_dir)
     with occupied(run_dir):
         prepare(config)
-        print(f"{config.name}: {ranks} rank{'s' if ranks > 1 else ''}, {shown(run_dir)}", flush=True)
+        ranks, machines = crew.shares[0].world_size, len(crew.shares)
+        where = f" on {machines} machines" if machines > 1 else ""
+        print(f"{config.name}: {ranks} rank{'s' if ranks > 1 else ''}{where}, {shown(run_dir)}", flush=True)
         announce(variables, run_dir)
-        failed = _attempt(config, ranks)
+        failed = _attempt(config, crew)
         for number in range(1, config.launch.max_restarts + 1):
-            if not failed:
+            if not failed or crew.lost:
                 break
-            print(f"{fresh_line(sys.stderr)}{failed}\n", file=sys.stderr)
             before, batch = _way_of_failing(run_dir), _batch_at_hand(run_dir)
             _set_aside(run_dir)
             saved = _newest(run_dir)
-            print(f"Restart {number} of {config.launch.max_restarts}: {_from_where(config, saved)}.", flush=True)
+            restart = f"Restart {number} of {config.launch.max_restarts}: {_from_where(config, saved)}."
+            print(f"{fresh_line(sys.stderr)}{failed}\n", file=sys.stderr)
+            print(restart, flush=True)
+            crew.tell(Outcome(f"{failed}\n{restart}", again=True))
             prepare(config := replace(config, resume="auto") if saved else config)
-            failed = _attempt(config, ranks)
+            failed = _attempt(config, crew)
             if failed and _way_of_failing(run_dir) == before:
                 again = "It failed in this way before, at the same place: no further restart."
                 raise TrainingFailed(f"{failed}\n{again}{_poison(batch, _batch_at_hand(run_dir))}")
@@ -85,25 +98,40 @@ def prepare(config: Config) -> None:
     (run_dir / "config.yaml").write_text(config.to_yaml())
 
 
-def _attempt(config: Config, ranks: int) -> str:
+def _attempt(config: Config, crew: Alone | Leader) -> str:
     """Run the ranks once: the story of their failure, empty where they did their work."""
     run_dir = Path(config.run_dir)
-    env = {name: str(value) for name, value in config.env.items()}
+    env = environment_of(config, crew)
+    by: Interrupted | None = None
+    store, port = serve_store(timedelta(seconds=config.launch.timeout_s), crew.shares[0].host)
+    share = crew.start(config.to_yaml(), port)
     try:
-        ended = launch(run_dir / "config.yaml", ranks, options=config.launch, env=env)
-    except Interrupted as by:
+        ended = launch(run_dir / "config.yaml", share, crew, options=config.launch, env=env)
+    except Interrupted as interrupted:
+        by, ended = interrupted, Ended(False, [])
+    reports = crew.gather(ok=ended.ok)
+    del store  # the ranks of other machines may have needed it until now
+    if by is not None or crew.signalled is not None:
+        by = Interrupted(*crew.signalled) if crew.signalled else by
+        assert by is not None
         if by.number == signal.SIGTERM and (run_dir / "result.json").exists():  # it came as the job was done
             return ""
-        raise JobEnded(*_interrupted(by, config, ranks)) from None
-    if ended.ok and (run_dir / "result.json").exists():
+        text, code = _interrupted(by, config, share.world_size)
+        raise JobEnded(f"{text}{_where(by)}", code)
+    if ended.ok and not crew.lost and all(report.ok for report in reports) and (run_dir / "result.json").exists():
         return ""
-    told = published(run_dir)  # the ranks, or a watchdog, may have said all
+    # the ranks, or a watchdog, may have said all
+    told = published(run_dir) or next((report.told for report in reports if report.told), None)
     if told is None:
-        verdict = verdict_on(run_dir, ranks, ended.exits)
+        verdict = verdict_on_machines(run_dir, crew, ended.exits, reports)
         return verdict.publish(run_dir) or verdict.text(run_dir)
-    if told.exit_code != _FAILED:
+    if told.exit_code != FAILED:
         raise JobEnded(*told)
-    return told.text
+    return told.text + lost_in_words(crew)
+
+
+def _where(by: Interrupted) -> str:
+    return f"\n{by.number.name} came to the launcher on {by.host}.\n" if by.host else ""
 
 
 def _interrupted(by: Interrupted, config: Config, ranks: int) -> Published:

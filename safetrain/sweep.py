@@ -26,9 +26,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import OmegaConf
 
 from safetrain.errors import Preempted
+from safetrain.orders import FAILED, OK, WRONG
 from safetrain.run_dir import shown
 
-OK, FAILED, WRONG = 0, 1, 2
 COMMAND = uuid.uuid4().hex
 """Tells this command's jobs from what is in the same folder from an earlier time."""
 SUBMITIT = "SUBMITIT_EXECUTOR"

@@ -5,24 +5,31 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from safetrain.compose import job_overrides, resolve, variables
+from safetrain.compose import (
+    job_overrides,
+    keys_of,
+    launch_of,
+    no_run_dir_if_refused,
+    resolve,
+    variables,
+    variables_said,
+)
 from safetrain.config import Config
-from safetrain.environ import environment
+from safetrain.crew import Follower, Leader, crew_of
+from safetrain.environ import Variable, environment
 from safetrain.errors import ConfigError, Preempted, SafetrainError, UsageError
-from safetrain.job import JobEnded, TrainingFailed, train
-from safetrain.launch import number_of_ranks
 from safetrain.marked import marked_output
+from safetrain.orders import OK, JobEnded, TrainingFailed, exit_code_of
 from safetrain.part_of_machine import (
     forget_threads_of_engine,
     number_at_once,
@@ -34,7 +41,7 @@ from safetrain.part_of_machine import (
 )
 from safetrain.rank_log import complain
 from safetrain.run_dir import shown
-from safetrain.sweep import COMMAND, FAILED, OK, SUBMITIT, WRONG, Folder, Job
+from safetrain.sweep import COMMAND, SUBMITIT, Folder, Job
 from safetrain.user_path import search_user_code_last
 
 _TAKES_ALL = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -94,6 +101,8 @@ class RunJob:
             return launcher.get("cpus_per_task")
         held.enter_context(marked_output(f"[job {number}] "))
         at_once = number_at_once(int(launcher.get("n_jobs", 1)))
+        import torch  # takes seconds: not before the launchers of several machines have met
+
         gpus = [] if composed.device == "cpu" else visible_gpus(torch.cuda.device_count())
         held.enter_context(part_of_gpus(folder, at_once, gpus))
         return number_of_cores() // at_once
@@ -104,28 +113,56 @@ def _run(
 ) -> float | None:
     """Train; ``before``: what is noted of the same job from an earlier time."""
     try:
-        config = resolve(composed)
-        _check_engine(config)
-        job.run_dir = shown(Path(config.run_dir))
-        note()
-        if before is not None and _was_cut(before, config):
-            print(f"{config.name}: goes on where it was cut.", flush=True)
-            config = replace(config, resume="auto")
-        settled = variables(composed)
-        with environment(threads_of_rank(cores, number_of_ranks(config))):
-            job.metric = train(config, settled)
+        launch = launch_of(composed)
+        with ExitStack() as held:
+            with no_run_dir_if_refused():
+                crew = held.enter_context(crew_of(launch, keys_of(composed)))
+            config = resolve(composed)  # from here on, imports take seconds
+            if isinstance(crew, Follower):
+                from safetrain.follow import follow
+
+                job.metric = follow(config, crew, variables_said(job.overrides.split(" ")))
+            else:
+                job.metric = _lead(config, variables(composed), crew, job, note, before, cores)
         _check_metric(config, job.metric)
     except JobEnded as ended:
         job.exit_code, job.told = ended.exit_code, _in_words_of_a_sweep(str(ended))
         complain(job.told)
         raise SystemExit(ended.exit_code) from None  # no Exception: it ends a sweep, too
     except SafetrainError as error:
-        job.exit_code = WRONG if isinstance(error, (ConfigError, UsageError)) else FAILED
+        job.exit_code = exit_code_of(error)
         job.told = str(error)
         complain(error)
         raise
     job.exit_code = OK
     return job.metric
+
+
+def _lead(
+    config: Config,
+    settled: Sequence[Variable],
+    crew: Leader | None,
+    job: Job,
+    note: Callable[[], None],
+    before: Job | None,
+    cores: int | None,
+) -> float | None:
+    """Train on this machine, and on those of ``crew``."""
+    from safetrain.job import train
+    from safetrain.launch import number_of_ranks
+    from safetrain.machines import agree
+
+    _check_engine(config)
+    if crew is not None:
+        with no_run_dir_if_refused():
+            agree(config, crew)
+    job.run_dir = shown(Path(config.run_dir))
+    note()
+    if before is not None and _was_cut(before, config):
+        print(f"{config.name}: goes on where it was cut.", flush=True)
+        config = replace(config, resume="auto")
+    with environment(threads_of_rank(cores, number_of_ranks(config))):
+        return train(config, settled, crew)
 
 
 def _in_words_of_a_sweep(text: str) -> str:

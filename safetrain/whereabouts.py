@@ -62,12 +62,13 @@ class Whereabouts:
         """``in training_step at step 5``, of a rank that is gone."""
         return self.of(local_rank).partition(", for")[0]
 
-    def tell(self, pids: Iterable[int]) -> str:
+    def tell(self, pids: Iterable[int], first_rank: int = 0) -> str:
         """All ranks' places and stacks, in words; asks them without stopping anything."""
         lines = []
-        for rank, pid in enumerate(pids):
+        for local_rank, pid in enumerate(pids):
             state = _STATES.get(stacks.state_of(pid), "")
-            lines.append(f"rank {rank} (process {pid}{state}): {self.of(rank) or 'starting'}")
+            rank = first_rank + local_rank
+            lines.append(f"rank {rank} (process {pid}{state}): {self.of(local_rank) or 'starting'}")
             frames = stacks.ask(pid)[-_SHOWN_FRAMES:]
             lines += [f"    {frame}" for frame in frames] or ["    does not answer; try `py-spy dump --pid ...`"]
         return "\n".join(lines) + "\n"

@@ -11,7 +11,7 @@ import pytest
 
 from safetrain import job
 from safetrain.failure import Failure
-from safetrain.launch import Interrupted
+from safetrain.signals import Interrupted
 from safetrain.verdict import Verdict
 
 
