@@ -21,6 +21,12 @@ def tell(verdict: Verdict, run_dir: Path | None, *, tells: bool) -> None:
     text = verdict.publish(run_dir)
     unread = run_dir is None or published(run_dir) is None  # the disk took no file, and the launcher has none to read
     if text is not None and (tells or unread):
+        print_verdict(text)
+
+
+def print_verdict(text: str) -> None:
+    """For the person who watches; whatever holds up the stream."""
+    if text:
         within(_FLUSH_S, lambda: _print(text))
 
 
@@ -40,7 +46,7 @@ def _print(text: str) -> None:
     stream.flush()
 
 
-def within(limit_s: float, action: Callable[[], None]) -> None:
+def within(limit_s: float, action: Callable[[], object]) -> None:
     """Do it in a thread; go on without it after ``limit_s``."""
     thread = threading.Thread(target=action, daemon=True)
     thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -11,7 +12,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from safetrain.comm import launcher_place
 from safetrain.errors import UsageError
-from safetrain.joining import JOIN_TIMEOUT_S, join_limit_s, meet
+from safetrain.joining import JOIN_TIMEOUT_S, join_limit_s, known_places, meet
 
 _HANDOVER_LIMIT = timedelta(minutes=5)
 _END_LIMIT = timedelta(seconds=5)
@@ -36,9 +37,10 @@ class Handover:
         """Rank 0 calls it, once, or ``end``."""
         self._store.set("text", text)
 
-    def end(self, exit_code: int) -> None:
-        """Rank 0 calls it before it leaves: there is nothing to do for any rank."""
-        self._store.set("text", f"{_END}{exit_code}")
+    def end(self, exit_code: int, text: str = "") -> None:
+        """Rank 0 calls it before it leaves: there is nothing to do for any rank. ``text`` says why, where that is not
+        meant; it is shown once on each other machine."""
+        self._store.set("text", f"{_END}{json.dumps([exit_code, text])}")
         with suppress(dist.DistError):  # the store may be rank 0's own: stay until they have read it, if they are there
             self._store.wait([f"taken_{rank}" for rank in self._others], _END_LIMIT)
 
@@ -55,8 +57,16 @@ class Handover:
         except dist.DistError as error:
             raise UsageError(f"rank 0 gave no config: it is gone, or took over {_HANDOVER_LIMIT}. {error}") from error
         if text.startswith(_END):
-            raise SystemExit(int(text.removeprefix(_END)))
+            code, why = json.loads(text.removeprefix(_END))
+            if why and self._speaks_here():
+                raise UsageError(why)
+            raise SystemExit(code)
         return text
+
+    def _speaks_here(self) -> bool:
+        """Whether this is the first rank of a machine on which rank 0 is not."""
+        here = [place.rank for place in known_places() if place.is_here]
+        return 0 not in here and self.rank == min(here)
 
 
 def _limit_s(arguments: Sequence[str]) -> float:

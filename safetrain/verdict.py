@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from safetrain import __version__, page
+from safetrain import __version__, machine, page
 from safetrain.failure import is_user_file
 from safetrain.stacks import Frame
 
@@ -90,6 +90,7 @@ class Verdict:
     def _facts(self, run_dir: Path) -> dict[str, Any]:
         versions = {"safetrain": __version__, "torch": torch.__version__, "python": platform.python_version()}
         facts = {"text": self.text(run_dir), "time_ns": time.time_ns(), "versions": versions, **asdict(self)}
+        facts["machine"] = machine.identity()
         _note_user_code(facts["ranks"])
         return _without_infinities(facts)
 
@@ -130,6 +131,13 @@ def published(run_dir: Path) -> Published | None:
         facts = json.loads(_json_path(run_dir).read_text())
         return Published(facts["text"], facts["exit_code"])
     return None
+
+
+def told_by(run_dir: Path) -> str:
+    """The identity of the machine on whose terminal the verdict in ``run_dir`` was told."""
+    with suppress(OSError, ValueError):
+        return str(json.loads(_json_path(run_dir).read_text())["machine"])
+    return ""
 
 
 def forget(run_dir: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,12 +18,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from safetrain import machine
 from safetrain.activity import ACTIVITY
 from safetrain.board import Board
 from safetrain.comm import Comm
 from safetrain.config import Watchdog
-from safetrain.departure import leave_now, tell
+from safetrain.departure import leave_now, print_verdict, tell
 from safetrain.patience import Patience
+from safetrain.retelling import retold, spread
 from safetrain.stacks import ENDED, answer_signals, state_of
 from safetrain.stalled import judge, judge_alone
 from safetrain.testimony import Testimony
@@ -69,7 +70,7 @@ class _Watch:
     def __init__(self, comm: Comm, options: Watchdog, run_dir: Path | None, run: int, tells: bool) -> None:
         answer_signals()
         self._options, self._run_dir, self._tells = options, run_dir, tells
-        self._comm, self._rank, self._world_size, self._host = comm, comm.rank, comm.world_size, socket.gethostname()
+        self._comm, self._rank, self._world_size = comm, comm.rank, comm.world_size
         self._local_rank, self._watched_thread = comm.local_rank, threading.get_ident()
         self._patience = Patience(options, ACTIVITY)
         self._board = Board(comm, run)
@@ -153,7 +154,9 @@ class _Watch:
             if (answer := self._board.read_answer(number)) is not None:
                 if answer:
                     self._board.go(number)
-                    leave_now(pid for host, pid in json.loads(answer) if host == self._host)
+                    if self._tells and self._run_dir is not None:
+                        print_verdict(retold(self._run_dir, _FAREWELL_S))
+                    leave_now(pid for where, pid in json.loads(answer) if where == machine.identity())
                 return
             self._looked_at = time.monotonic()
             time.sleep(_LOOK_S)
@@ -170,17 +173,19 @@ class _Watch:
 
     def _end(self, number: int, heard: list[Testimony]) -> None:
         """Tell the verdict and leave. Only now silent ranks are asked: the signal could set one free."""
-        verdict = judge([one.probed(self._host) if one.state == "silent" else one for one in heard])
+        verdict = judge([one.probed() if one.state == "silent" else one for one in heard])
         assert verdict is not None
         tell(verdict, self._run_dir, tells=self._tells)
-        silent = [(one.host, one.pid) for one in verdict.ranks if one.state == "silent"]
+        if self._tells:
+            spread(verdict.text(self._run_dir))
+        silent = [(one.machine, one.pid) for one in verdict.ranks if one.state == "silent"]
         with suppress(Exception):  # the store may be gone by now; the verdict is out
             self._board.answer(number, json.dumps(silent or [("", 0)]))
             speakers = sum(one.state not in ("silent", "left") for one in verdict.ranks)
             deadline = time.monotonic() + _FAREWELL_S
             while self._board.gone(number) < speakers - 1 and time.monotonic() < deadline:
                 time.sleep(_LOOK_S)
-        leave_now(pid for host, pid in silent if host == self._host)
+        leave_now(pid for where, pid in silent if where == machine.identity())
 
     def _testify(self, number: int) -> Testimony:
         self._seen = number
@@ -210,11 +215,11 @@ class _Watch:
         """What is known of a rank that does not say: it has left, its last beat is too old, or it is only slow."""
         beat = self._board.last_beat(rank)
         if beat is None:  # not watched yet
-            return replace(self._here(), rank=rank, host="", pid=0, state="moving")
+            return replace(self._here(), rank=rank, host="", machine="", pid=0, state="moving")
         age_s, last = beat
         if self._board.has_left(rank):
             return replace(last, state="left")
-        process = state_of(last.pid) if last.host == self._host else "?"
+        process = state_of(last.pid) if last.is_here else "?"
         if process == "t":  # somebody looks into it with gdb
             return replace(last, state="paused")
         here = self._here()

@@ -34,10 +34,12 @@ from safetrain.preflight_command import table, write_findings
 from safetrain.preflight_config import ONLY_CHECKS
 from safetrain.rank_log import RankLog, fresh_line, redirect_output
 from safetrain.report import Result
+from safetrain.retelling import retold, spread
 from safetrain.seeding import seed_generators
 from safetrain.trainer import Trainer
 from safetrain.watchdog import watch
 
+_VERDICT_LIMIT_S = 4.0  # a victim's longest wait for what another machine tells
 _RECORD_LIMIT_S = 3.0  # a victim's longest wait for the culprit's record: writing one takes milliseconds
 
 _RECORDER_LIMIT_S = 0.5  # for what is good to have: a dump takes 0.2 ms, but a lock of NCCL's may be held for ever
@@ -166,12 +168,14 @@ def _write_result(config: Config, result: Result) -> None:
 def _leave_saved(left: Preempted, config: Config, log: RankLog, tells: bool) -> NoReturn:
     """The run was told to leave, and is saved: all ranks are here. Rank 0 says so, for all, before anybody goes."""
     comm, run_dir = Comm.join(), Path(config.run_dir)
+    text: str | None = ""
     if comm.rank == 0:
         text = preempted(left, run_dir).publish(run_dir)
-        if tells and text:
-            log.terminal.write(fresh_line(log.terminal) + text)
-            log.terminal.flush()
+        spread(text or "")
     comm.barrier("preempted")
+    if tells and (text or (text := retold(run_dir, _VERDICT_LIMIT_S))):
+        log.terminal.write(fresh_line(log.terminal) + text)
+        log.terminal.flush()
     comm.leave()
     log.flush()
     raise left
@@ -210,5 +214,8 @@ def _story(failure: Failure, run_dir: Path, world_size: int) -> str:
     """What a rank prints that no launcher of ours speaks for: the whole story once, one line on the other ranks."""
     ended = [] if not failure.victim or failure.culprits else gone_ranks()
     if (not failure.victim or ended) and (text := verdict_on(run_dir, world_size, ended).publish(run_dir)):
+        spread(text)
+        return text
+    if failure.victim and (text := retold(run_dir, _VERDICT_LIMIT_S)):
         return text
     return f"[rank {failure.rank}] ended: {failure.message.partition(chr(10))[0]}\n"

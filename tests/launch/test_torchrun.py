@@ -86,6 +86,17 @@ def test_ranks_set_by_hand_train_and_are_refused_together(project: Project) -> N
     assert shown[1].out == ""
 
 
+@pytest.mark.exhaustive
+def test_tasks_of_srun_are_ranks(project: Project) -> None:
+    step = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    tasks = [project.start("recipe=mine", **step, SLURM_PROCID=str(n), SLURM_LOCALID=str(n)) for n in (0, 1)]
+    done = [project.finish(task) for task in tasks]
+    assert [command.code for command in done] == [0, 0], done
+    assert done[0].out.startswith("mine: 2 ranks, outputs/mine/")
+    (run_dir,) = project.run_dirs()
+    assert sorted(path.name for path in (run_dir / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+
+
 def test_a_failing_rank_tells_its_own_story(project: Project) -> None:
     done = by_hand(project, [(0, 2), (1, 2)], "recipe=mine", "trainer.fault=error", "trainer.culprit=1")
     assert [command.code for command in done] == [1, 1]
@@ -99,7 +110,10 @@ def test_a_failing_rank_tells_its_own_story(project: Project) -> None:
         ({"RANK": "0"}, "WORLD_SIZE"),
         ({"WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4: srun or mpirun started 4 copies"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+            "RANK=0, WORLD_SIZE=2 and SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=2 say different things",
+        ),
     ],
 )
 def test_an_environment_that_no_launcher_makes_is_refused(
