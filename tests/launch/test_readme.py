@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def run_directories(folder: Path) -> Iterator[Path]:
 
 def test_every_command_and_file_is_tried_here() -> None:
     assert sorted(shown_files()) == ["recipe/spirals.yaml", "script.py", "spirals.py"]
-    assert len(shown_commands()) == 18
+    assert len(shown_commands()) == 21
 
 
 @pytest.mark.slow
@@ -131,6 +132,19 @@ def test_your_own_project_in_a_sweep(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+def test_several_machines(folder: Path) -> None:
+    """Both commands on this one; tests/faults/test_hosts.py has two hosts."""
+    shown = [command(rf"python -m safetrain .* launch\.node_rank={number} .*") for number in (0, 1)]
+    here = [each.replace("node0:29500", "localhost:29543") + " launch.nproc_per_node=1" for each in shown]
+    with ThreadPoolExecutor() as machines:
+        said = list(machines.map(lambda each: run(each, folder), here))
+    (run_dir,) = run_directories(folder)
+    check_run_directory(run_dir, ranks=2, accuracy=0.9)
+    assert "2 ranks on 2 machines" in said[0]
+    assert "runs rank 1 of 2" in said[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "lines"),
     [("launcher=joblib", 2), ("launcher=submitit_local", 2), ("sweeper=optuna", 3)],  # 3: and the best
