@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetrain.catalog import recipes
-from safetrain.cluster import folder_of_follower, starts_ranks, wants_cluster, with_overrides
+from safetrain.cluster import folder_of_follower, launch_said, starts_ranks, wants_cluster, with_overrides
 from safetrain.errors import ConfigError, SafetrainError, UsageError
 from safetrain.orders import FAILED, OK, WRONG
 from safetrain.rank_log import complain
@@ -74,8 +74,9 @@ def _as_launcher(arguments: Sequence[str]) -> int:
         with folder_of_follower(arguments, os.environ) as more:
             sys.argv = [sys.argv[0], *with_overrides(arguments, more)]
             for_each_job(run)
-    except SafetrainError:
+    except SafetrainError as error:
         if not (run.done or jobs_noted()):  # else it was told when it happened
+            _tell_node_0(arguments, str(error))
             raise
     except (RuntimeError, ValueError) as error:  # an engine's: of a process that died, of a search without any value
         if not jobs_noted():
@@ -91,6 +92,15 @@ def _as_launcher(arguments: Sequence[str]) -> int:
     if best := best_found():
         print(best)
     return next((FAILED if job.exit_code is None else job.exit_code for job in jobs if job.exit_code != OK), OK)
+
+
+def _tell_node_0(arguments: Sequence[str], text: str) -> None:
+    """The config of this machine can't be composed: where there are others, node 0 is not to wait for it."""
+    launch = launch_said(arguments, os.environ) if starts_ranks(arguments, os.environ) else None
+    if launch is not None and launch.nodes > 1 and launch.number > 0:
+        from safetrain.nodes import tell_node_0
+
+        tell_node_0(launch, text)
 
 
 def _as_rank(arguments: Sequence[str]) -> int:

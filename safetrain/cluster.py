@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from safetrain.errors import ConfigError, UsageError
+from safetrain.launch_config import Launch
 from safetrain.scheduler import Environment, first_host, port_of_job, tasks_of
 
 _SAYS = "launch=cluster"
@@ -107,6 +108,16 @@ def filled(launch: Mapping[str, Any], environment: Environment) -> dict[str, Any
     if known is not None and known.nproc_per_node and values.get("nproc_per_node") == "auto":
         values["nproc_per_node"] = known.nproc_per_node
     return values
+
+
+def launch_said(arguments: Sequence[str], environment: Environment) -> Launch | None:
+    """What a command line says about machines, where its config can't be composed; None where it is not enough."""
+    said = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
+    values: dict[str, Any] = {key: said.get(f"launch.{key}", "auto") for key in _KEYS}
+    with suppress(ConfigError, UsageError):
+        values |= {key: int(values[key]) for key in ("nnodes", "node_rank") if values[key].isdecimal()}
+        return Launch.parse(filled(values, environment))
+    return None
 
 
 def machines_of(environment: Environment) -> Machines | None:

@@ -92,6 +92,14 @@ def meet_nodes(launch: Launch, keys: Mapping[str, str]) -> Met:
     return _lead(launch, keys) if launch.number == 0 else _join(launch, keys)
 
 
+def tell_node_0(launch: Launch, text: str) -> None:
+    """This machine will not come, and node 0 need not wait for it; tries once."""
+    name, port = launch.endpoint
+    if (visit := _Visit.of(launch, name, port, {}, wrong=text)) is not None:
+        visit.answered()
+        visit.met.link.close()
+
+
 # --- node 0 ---------------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +155,8 @@ class _Reception:
                 f"two launchers have launch.node_rank={node.number}: process {before.pid} on {before.host} and process "
                 f"{node.pid} on {node.host}. Start one on each machine, each with a launch.node_rank of its own."
             )
+        if wrong := message["wrong"]:
+            return f"{node} has ended: {wrong}"
         self.met.peers[node.number] = guest
         return difference("config", self.met.me, self._keys, node, message["keys"])
 
@@ -236,8 +246,8 @@ class _Visit:
         self._said: list[Message] = []
 
     @classmethod
-    def of(cls, launch: Launch, name: str, port: int, keys: Mapping[str, str]) -> Self | None:
-        """None where nobody opens any more."""
+    def of(cls, launch: Launch, name: str, port: int, keys: Mapping[str, str], wrong: str = "") -> Self | None:
+        """None where nobody opens. ``wrong``: why this machine will not take part."""
         try:
             connection = socket.create_connection((name, port), timeout=_GREETING_S)
         except OSError:
@@ -245,7 +255,8 @@ class _Visit:
         me = Node(launch.number, machine.host(), os.getpid(), str(connection.getsockname()[0]))
         met = Met(me, Link())
         wire = met.link.add(connection)
-        wire.send({"kind": _HELLO, "number": me.number, "host": me.host, "pid": me.pid, "keys": dict(keys)})
+        hello = {"number": me.number, "host": me.host, "pid": me.pid, "keys": dict(keys), "wrong": wrong}
+        wire.send({"kind": _HELLO, **hello})
         return cls(met, wire)
 
     def answered(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from safetrain import link, machine, nodes
+from safetrain.cluster import launch_said
 from safetrain.crew import Follower, LauncherLost, Leader, crew_of
 from safetrain.errors import UsageError
 from safetrain.failure import Exit, Failure
@@ -139,6 +140,30 @@ def test_a_launcher_that_leaves_before_all_are_there_is_named() -> None:
     said = at_once(lambda: meetings([options(0, 3, port)])[0], comes_and_goes)
     assert said[0].startswith(f"node 1 ({machine.host()}, ")
     assert said[0].endswith(" came, and left again before all were there: see its terminal.")
+
+
+def test_a_config_that_one_machine_can_not_compose_is_told_by_node_0_at_once() -> None:
+    port = free_port()
+    arguments = ["launch=cluster", "launch.nnodes=3", "launch.node_rank=2", f"launch.rdzv_endpoint=localhost:{port}"]
+    launch = launch_said(arguments, {})
+    assert launch is not None
+    assert (launch.nodes, launch.number, launch.endpoint) == (3, 2, ("localhost", port))
+    assert launch_said(["launch=cluster", "launch.nnodes=3"], {}) is None
+    assert launch_said(["launch=cluster", "launch.nnodes=many"], {}) is None
+
+    def refuses() -> None:
+        until(lambda: _listens(port))
+        nodes.tell_node_0(launch, "loop.epchs=3: no such key")
+
+    said = at_once(lambda: meetings([options(0, 3, port)])[0], refuses)
+    assert said[0].startswith(f"node 2 ({machine.host()}, ")
+    assert said[0].endswith(" has ended: loop.epchs=3: no such key")
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
+        return True
+    return False
 
 
 def test_a_program_that_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:  # H76: a web server on that port
