@@ -21,7 +21,7 @@ from safetrain import flight_recorder
 from safetrain.collectives import CollectiveLog
 from safetrain.errors import CommunicationError, UsageError
 from safetrain.joining import JOIN_TIMEOUT_S, join_limit_s, meet, part
-from safetrain.scheduler import placement
+from safetrain.scheduler import has_a_gpu_of_its_own, placement
 from safetrain.sections import Meeting
 
 T = TypeVar("T")
@@ -240,6 +240,8 @@ def _choose_device(device: str, local_rank: int) -> torch.device:
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
+    if count == 1 and has_a_gpu_of_its_own(os.environ):
+        local_rank = 0
     if local_rank >= count:
         raise UsageError(
             f"local rank {local_rank} has no GPU: {count} visible. Set launch.nproc_per_node={count} or device=cpu."

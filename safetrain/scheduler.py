@@ -16,6 +16,7 @@ from safetrain.nodelist import counts_per_node, hosts_in
 Environment = Mapping[str, str]
 
 _BY_HAND = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NOT_SAID = 0
 _FIRST_PORT, _PORTS = 20_000, 12_000  # below the ports that Linux gives to whoever asks for any
 
 
@@ -69,9 +70,14 @@ def placement(environment: Environment) -> Placement | None:
     if tasks is None:
         return None
     address, port = _address(environment, tasks)
-    return Placement(
-        tasks.number, tasks.count, tasks.local_number, tasks.local_count, address, port, ", ".join(tasks.names)
-    )
+    local_count = tasks.count if tasks.local_count == _NOT_SAID else tasks.local_count
+    return Placement(tasks.number, tasks.count, tasks.local_number, local_count, address, port, ", ".join(tasks.names))
+
+
+def has_a_gpu_of_its_own(environment: Environment) -> bool:
+    """Whether Slurm lets this task see its own GPU only, so that its number is 0 whatever its local rank is."""
+    per_task = environment.get("SLURM_TRES_PER_TASK", "")
+    return environment.get("SLURM_GPUS_PER_TASK", "") == "1" or per_task.endswith(("gpu=1", "gpu:1"))
 
 
 def tasks_of(environment: Environment) -> Tasks | None:
@@ -81,8 +87,10 @@ def tasks_of(environment: Environment) -> Tasks | None:
     """
     mpi = (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
     )
+    if "PMI_LOCAL_SIZE" in environment:
+        mpi = (mpi[0], ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"))  # Cray
     srun = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
     for rank, size, local_rank, local_size in (*mpi, srun):
         if rank == "PMI_RANK" and "SLURM_STEP_NUM_TASKS" in environment:
@@ -95,7 +103,7 @@ def tasks_of(environment: Environment) -> Tasks | None:
             node = _number(environment, "SLURM_NODEID", 0)
             local_count = per_node[node] if node < len(per_node) else count
         else:
-            local_count = _number(environment, local_size, count)
+            local_count = _number(environment, local_size, _NOT_SAID)
         number = _number(environment, rank)
         return Tasks(number, count, _number(environment, local_rank, number), local_count, (rank, size))
     return None

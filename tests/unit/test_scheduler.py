@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from safetrain import comm
 from safetrain.cluster import filled, folder_of_follower, starts_ranks, wants_cluster, with_overrides
 from safetrain.errors import ConfigError, UsageError
 from safetrain.nodelist import counts_per_node, hosts_in
@@ -58,6 +59,9 @@ def pod(number: int, pods: int = 2, per_pod: str = "") -> Environment:
         "PET_MASTER_ADDR": "train-master-0", "PET_MASTER_PORT": "23456", "PET_NNODES": str(pods),
         "PET_NODE_RANK": str(number), **({"PET_NPROC_PER_NODE": per_pod} if per_pod else {}),
     }  # fmt: skip
+
+
+BY_HAND = {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
 
 
 # --- a rank ---------------------------------------------------------------------------------------------------------
@@ -129,6 +133,30 @@ def test_other_mpis() -> None:
     assert (place.rank, place.world_size, place.local_rank, place.source) == (1, 2, 1, "PMI_RANK, PMI_SIZE")
 
 
+def test_an_mpi_that_does_not_say_who_is_on_which_machine_needs_an_address() -> None:
+    with pytest.raises(UsageError, match="-x MASTER_ADDR="):
+        placement({"PMI_RANK": "1", "PMI_SIZE": "4"})
+    place = placement({"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", **BY_HAND})
+    assert place is not None
+    assert (place.rank, place.local_rank, place.local_world_size, place.master_addr) == (3, 1, 2, "gpu07")
+
+
+@pytest.mark.parametrize("said", [{"SLURM_GPUS_PER_TASK": "1"}, {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1"}, {}])
+def test_a_task_that_sees_its_own_gpu_only(monkeypatch: pytest.MonkeyPatch, said: Environment) -> None:
+    for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _index: None)
+    if said:
+        assert comm._choose_device("auto", 3).index == 0
+    else:
+        with pytest.raises(UsageError, match="local rank 3 has no GPU: 1 visible"):
+            comm._choose_device("auto", 3)
+
+
 def test_the_innermost_launcher_is_believed() -> None:
     place = placement(srun(1, 1) | torchrun(3))  # srun torchrun ...: Slurm's task 1 is an agent
     assert place is not None
@@ -149,9 +177,6 @@ def test_a_pod_of_a_pytorchjob_is_a_rank_alone_on_its_machine(per_pod: str) -> N
     assert place is not None
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (1, 2, 0, 1)
     assert (place.master_addr, place.master_port) == ("train-master-0", 23456)
-
-
-BY_HAND = {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29500"}
 
 
 def test_what_was_set_by_hand_may_say_the_same_as_srun() -> None:
