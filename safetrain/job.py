@@ -23,12 +23,12 @@ from safetrain.failed import verdict_on
 from safetrain.failure import read_failures
 from safetrain.launch import Ended, launch, number_of_ranks
 from safetrain.machines import environment_of, lost_in_words, verdict_on_machines
-from safetrain.orders import FAILED, JobEnded, Outcome, TrainingFailed, exit_code_of
+from safetrain.orders import FAILED, JobEnded, Outcome, Published, TrainingFailed, exit_code_of
 from safetrain.rank_log import fresh_line
 from safetrain.run_dir import occupied, shown
 from safetrain.shelf import Shelf
 from safetrain.signals import Interrupted
-from safetrain.verdict import Published, forget, published
+from safetrain.verdict import forget, published
 
 _VARIES = re.compile(r"process \d+|for \d+ s")
 

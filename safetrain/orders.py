@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from safetrain.errors import ConfigError, SafetrainError, UsageError
 from safetrain.failure import Exit, Failure
 from safetrain.link import Message
-from safetrain.verdict import Published
 from safetrain.words import ranks_in_words
 
 
@@ -34,6 +33,13 @@ class Share:
     def numbers(self) -> list[int]:
         """The ranks."""
         return list(range(self.first_rank, self.first_rank + self.ranks))
+
+
+class Published(NamedTuple):
+    """A verdict that some process of the job has written."""
+
+    text: str
+    exit_code: int
 
 
 @dataclass(frozen=True)

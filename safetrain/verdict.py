@@ -16,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from safetrain import __version__, machine, page
 from safetrain.failure import is_user_file
+from safetrain.orders import Published
 from safetrain.stacks import Frame
 
 _LOGS_TOLD = 4
@@ -116,13 +117,6 @@ class Verdict:
             with suppress(OSError):  # the text and the facts are there
                 page.write(run_dir, facts)
         return self.text(run_dir)
-
-
-class Published(NamedTuple):
-    """A verdict that some process of the job has written."""
-
-    text: str
-    exit_code: int
 
 
 def published(run_dir: Path) -> Published | None:

@@ -20,8 +20,7 @@ from safetrain.errors import UsageError
 from safetrain.failure import Exit, Failure
 from safetrain.launch_config import Launch
 from safetrain.link import Link
-from safetrain.orders import Outcome, Report, Share
-from safetrain.verdict import Published
+from safetrain.orders import Outcome, Published, Report, Share
 
 KEYS = {"recipe": "mine", "optimizer.lr": "0.1"}
 LIMIT_S = 10.0  # for what is over in milliseconds
