@@ -20,6 +20,7 @@ from pathlib import Path
 from safetrain import cli
 from safetrain.environ import environment
 from safetrain.finding import Finding
+from safetrain.orders import FAILED, OK, WRONG
 from safetrain.preflight_config import ONLY_CHECKS
 
 _REFUSED = 1
@@ -41,13 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     sys.argv = [sys.argv[0], *job]
     if {"-m", "--multirun"} & set(arguments):
         print("a preflight is of one job: leave out -m, and give each value of a sweep by itself", file=sys.stderr)
-        return cli.WRONG
+        return WRONG
     with environment({ONLY_CHECKS: "job" if has_recipe else "machine"}):
         code = cli.main(job)
     found = found_here() or read_findings(run_dir)
-    if code != cli.FAILED:  # else a rank failed, and its log tells more
+    if code != FAILED:  # else a rank failed, and its log tells more
         remove(run_dir)
-    return code or (_REFUSED if any(one.verdict == "refuse" for one in found) else cli.OK)
+    return code or (_REFUSED if any(one.verdict == "refuse" for one in found) else OK)
 
 
 def found_here() -> list[Finding]:
