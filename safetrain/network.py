@@ -69,14 +69,16 @@ def port_holder(port: int) -> str:
         if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port
     }
     links = {f"socket:[{number}]" for number in sockets}
+    ours = False
     for process in Path("/proc").glob("[0-9]*"):
         if links & _links_of(process):
-            if process.name == str(os.getpid()):
-                return ""
+            if process.name == str(os.getpid()):  # it may have it from the one that listens
+                ours = True
+                continue
             with suppress(OSError):  # it ended just now
                 command = process.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 return f"process {process.name} ({command.strip()[:200]})"
-    return "another user's process" if sockets else ""
+    return "another user's process" if sockets and not ours else ""
 
 
 def _links_of(process: Path) -> set[str]:
