@@ -26,6 +26,9 @@ _SMALL, _LARGE, _LARGE_ON_GPUS = 8, 1 << 20, 16 << 20  # bytes
 _TIMES, _CLOCK_TIMES = 5, 3
 _MUCH_SLOWER = 5.0  # times the others' median
 _AT_LEAST_SMALL_S, _AT_LEAST_LARGE_S = 0.005, 0.02  # slower by so much: less is the noise of a busy machine
+_SLOWEST_BETWEEN = (
+    100e6 / 8
+)  # bytes a second that even an old cable carries; of two machines there is no other link to compare
 _BARRIER_SLACK_S = 5.0
 
 
@@ -181,8 +184,9 @@ class Links:
                 for one in links
                 if _is_slow(one, links, "small", _AT_LEAST_SMALL_S) or _is_slow(one, links, "large", _AT_LEAST_LARGE_S)
             ]
-            if slow:
-                findings.append(self._slow_links(slow, links, said))
+            all_slow = [] if slow or inside else [one for one in links if _carries(one) < _SLOWEST_BETWEEN]
+            if slow := slow or all_slow:
+                findings.append(self._slow_links(slow, links, said, compared=not all_slow))
         worst_s = max(one.facts["large"] for one in said)
         value = (
             f"{1000 * max(one.facts['small'] for one in said):.2g} ms, "
@@ -190,12 +194,19 @@ class Links:
         )
         return findings or [Finding(self.name, value)]
 
-    def _slow_links(self, slow: Sequence[Said], links: Sequence[Said], said: Sequence[Said]) -> Finding:
+    def _slow_links(
+        self, slow: Sequence[Said], links: Sequence[Said], said: Sequence[Said], *, compared: bool
+    ) -> Finding:
         worst = max(slow, key=lambda one: one.facts["large"])
         usual_s = statistics.median_low([one.facts["large"] for one in links])
+        against = (
+            f"where others take {1000 * usual_s:.3g} ms"
+            if compared
+            else f"which is {size(_carries(worst))}/s, less than 100 Mbit/s"
+        )
         times = (
-            f"{1000 * worst.facts['small']:.2g} ms, and {1000 * worst.facts['large']:.3g} ms for "
-            f"{size(worst.facts['bytes'])}, where others take {1000 * usual_s:.3g} ms"
+            f"{1000 * worst.facts['small']:.2g} ms, and {1000 * worst.facts['large']:,.4g} ms for "
+            f"{size(worst.facts['bytes'])}, {against}"
         )
         ends = [{said[one.rank - 1].host, one.host} for one in slow]
         common = set.intersection(*ends)
@@ -213,6 +224,11 @@ def _is_slow(one: Said, links: Sequence[Said], what: str, least_s: float) -> boo
     """Much slower than half of the links of its kind; of two, than the other one."""
     usual_s = statistics.median_low([other.facts[what] for other in links])
     return one.facts[what] > _MUCH_SLOWER * usual_s and one.facts[what] - usual_s > least_s
+
+
+def _carries(one: Said) -> float:
+    """Bytes a second."""
+    return float(one.facts["bytes"] / max(one.facts["large"], 1e-9))
 
 
 def _named(one: Said, said: Sequence[Said]) -> str:

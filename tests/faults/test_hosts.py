@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,11 +197,14 @@ def test_a_host_that_does_not_know_its_own_name_trains_all_the_same(two: Hosts, 
 
 
 @exhaustive
-def test_a_slow_cable_is_no_silence(two: Hosts, folder: Path) -> None:
+def test_a_slow_cable_is_named_and_no_silence(two: Hosts, folder: Path) -> None:
     two.b.slow_down("256kbit")
     two.a.slow_down("256kbit")
     a, b = both(two, launch(two, folder, f"launch.node_timeout_s={SILENCE_S}", "model.out_features=4000"))
     assert (a.code, b.code) == (0, 0), a.text
+    across = r"(3 \(hostb\) to rank 0 \(hosta\)|1 \(hosta\) to rank 2 \(hostb\))"
+    assert re.search(f"links: 2 links are slow; the slowest, that from rank {across}", a.text), a.text
+    assert "/s, less than 100 Mbit/s." in a.text
 
 
 @exhaustive

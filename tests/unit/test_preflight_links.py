@@ -45,6 +45,16 @@ def test_a_link_is_compared_with_those_of_its_kind() -> None:
     assert only(Links().judge(said(across, link(), across, link(), hosts=["a", "a", "b", "b"]))).verdict == "ok"
 
 
+def test_of_two_machines_a_slow_cable_is_named_by_what_any_cable_carries() -> None:
+    across = link(small_ms=20, large_ms=4000)
+    found = only(Links().judge(said(across, link(), across, link(), hosts=["a", "a", "b", "b"])))
+    assert (found.verdict, found.ranks) == ("warn", (0, 2))
+    assert found.words == (
+        "2 links are slow; the slowest, that from rank 3 (b) to rank 0 (a) takes 20 ms, and 4,000 ms for 1 MiB, "
+        "which is 256 KiB/s, less than 100 Mbit/s."
+    )
+
+
 def test_a_slow_machine_is_named() -> None:
     times = [link(), link(large_ms=300), link(large_ms=310), link(), link()]
     found = only(Links().judge(said(*times, hosts=["a", "b", "c", "d", "e"])))
