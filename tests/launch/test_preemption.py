@@ -63,8 +63,8 @@ def preempt(project: Project, send: Send, *job: str, ranks: int = 2) -> Command:
     ("send", "told", "ranks", "culprit"),
     [
         (to_launcher, "ranks 0 and 1", 2, 0),
-        (to_all, "ranks 0-3", 4, 3),
-        (to_rank(0), "rank 0", 2, 1),
+        pytest.param(to_all, "ranks 0-3", 4, 3, marks=pytest.mark.exhaustive),
+        pytest.param(to_rank(0), "rank 0", 2, 1, marks=pytest.mark.exhaustive),
         (to_rank(3), "rank 3", 4, 3),
     ],
 )
@@ -98,7 +98,7 @@ def trained(run_dir: Path) -> list[object]:
     return [event for event in events(run_dir) if event["kind"] in ("train", "validation")]
 
 
-@pytest.mark.parametrize("at", [0, 9])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.exhaustive), 9])
 def test_a_rank_that_is_stuck_costs_the_grace_and_no_checkpoint(project: Project, at: int) -> None:
     """In the first step there is none; later the last one is as good as it was."""
     process = project.start(*LONG, "trainer.fault=wait", f"trainer.at={at}", "launch.preemption_grace_s=1")
