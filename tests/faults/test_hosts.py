@@ -124,7 +124,8 @@ def test_the_cable_is_pulled_out(two: Hosts, folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(0, marks=exhaustive)])
+@exhaustive
+@pytest.mark.parametrize("number", [0, 1])
 def test_all_processes_of_a_host_are_killed(two: Hosts, folder: Path, number: int) -> None:
     launchers = train(two, folder)
     os.killpg(launchers[number].pid, signal.SIGKILL)
