@@ -23,8 +23,7 @@ def be_ready() -> None:
 
 
 def main() -> int:
-    """Be ready; then import and work."""
-    be_ready()
+    """Import, and work."""
     from safetrain import cli
 
     return cli.main(sys.argv[1:])
@@ -36,4 +35,7 @@ def _leave(number: int, _frame: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    be_ready()
+    from safetrain.ending import run_and_end
+
+    run_and_end(main)

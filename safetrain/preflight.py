@@ -18,12 +18,14 @@ from safetrain.__main__ import be_ready
 
 
 def main() -> int:
-    """Be ready; then import and work."""
-    be_ready()
+    """Import, and work."""
     from safetrain import preflight_command
 
     return preflight_command.main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    be_ready()
+    from safetrain.ending import run_and_end
+
+    run_and_end(main)

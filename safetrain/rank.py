@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 from safetrain.user_path import search_user_code_last
 
@@ -27,8 +28,9 @@ def main(config_file: str) -> None:
         os._exit(1)
 
     from safetrain import worker
+    from safetrain.ending import run_and_end
 
-    worker.main(config_file)
+    run_and_end(partial(worker.main, config_file))
 
 
 if __name__ == "__main__":

@@ -45,9 +45,10 @@ _RECORD_LIMIT_S = 3.0  # a victim's longest wait for the culprit's record: writi
 _RECORDER_LIMIT_S = 0.5  # for what is good to have: a dump takes 0.2 ms, but a lock of NCCL's may be held for ever
 
 
-def main(config_file: str) -> None:
+def main(config_file: str) -> int:
     """The life of a rank that our launcher started; the launcher tells the story of a failure."""
     run(Config.from_yaml(Path(config_file).read_text()), tells=False)
+    return 0
 
 
 def run(config: Config, *, tells: bool) -> None:
