@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.data import DataLoader
 
 from safetrain import checkup
 from safetrain.activity import ACTIVITY
@@ -66,11 +67,15 @@ def assemble(trainer: Trainer) -> Run:
     trainer.optimizers = trainer.build_optimizers()
     check_optimizers(trainer.optimizers, model)
     trainer.precision.prepare(comm.device)
-    feed = build_feed(trainer.build_train_data(), options, comm, seed=seed, train=True)
+    train_data = trainer.build_train_data()
+    feed = build_feed(train_data, options, comm, seed=seed, train=True)
     val_data = trainer.build_val_data()
     val_feed = None if val_data is None else build_feed(val_data, options, comm, seed=seed, train=False)
 
-    machine = Machine(feed.loader_processes, max(1, int(cores() // comm.local_world_size)))
+    if val_feed is None and (metric := trainer.checkpoint.metric or "").startswith("val/"):
+        raise UsageError(f"metric={metric}: there is no validation data. Give data.val, or set metric=null.")
+    key = "num_workers of your DataLoader" if isinstance(train_data, DataLoader) else "loader.num_workers"
+    machine = Machine(feed.loader_processes, max(1, int(cores() // comm.local_world_size)), comm.world_size, key)
     reporter = Reporter(trainer.observers, comm, trainer.optimizers, trainer.loop.log_every_steps, machine)
     info = describe_run(trainer, feed, start_events=resumption.events if resumption else 0)
     reporter.start(info)

@@ -136,8 +136,8 @@ def check_optimizers(optimizers: Mapping[str, Optimizer], model: nn.Module) -> N
         )
 
 
-def needed(trainer: object, what: str, given: Any) -> Any:
-    """What a trainer was given, where it needs something."""
+def needed(trainer: object, what: str, given: Any, method: str) -> Any:
+    """What a trainer was given, where it needs something that ``method`` may build instead."""
     if given is None:
-        raise UsageError(f"{type(trainer).__name__} has no {what}: give {what}=..., or override build_{what}")
+        raise UsageError(f"{type(trainer).__name__} has no {what}: give {what}=..., or override {method}")
     return given

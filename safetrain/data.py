@@ -3,6 +3,8 @@ differ where they must (seeding.py), and loader workers that die with their rank
 
 from __future__ import annotations
 
+import logging
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,8 @@ from safetrain.feed import Feed, Fetched
 from safetrain.lifetime import loader_context
 from safetrain.sampling import Place, plan_batches
 from safetrain.shares import MapShare, StreamShare, TensorShare, as_it_is, start_worker
+
+logger = logging.getLogger("safetrain")
 
 __all__ = ["Feed", "Fetched", "build_feed", "build_loader", "count_samples", "move"]
 
@@ -42,7 +46,11 @@ def build_loader(
     place = Place(rank, world_size, seed, train)
     if not 0 <= rank < world_size:
         raise UsageError(f"build_loader: rank {rank} is not below world_size {world_size}")
-    given = data if isinstance(data, DataLoader) else _plain_loader(data, options, place)
+    if isinstance(data, DataLoader):
+        given = data
+        _say_what_has_no_effect(options, place)
+    else:
+        given = _plain_loader(data, options, place)
     _check_dataset(given.dataset, place)
     if type(given).__iter__ is not DataLoader.__iter__:
         raise DataError(
@@ -118,6 +126,18 @@ def _plain_loader(dataset: Dataset[Any], options: Loader, place: Place) -> DataL
         persistent_workers=options.persistent_workers and workers > 0,
         timeout=options.timeout_s if workers else 0,  # there is nobody to wait for
     )
+
+
+def _say_what_has_no_effect(options: Loader, place: Place) -> None:
+    """A DataLoader of the user's has settings of its own."""
+    names = [item.name for item in fields(options) if item.name != "drop_last"]
+    idle = [f"loader.{name}" for name in names if getattr(options, name) != getattr(Loader(), name)]
+    if idle and place.rank == 0 and place.train:
+        logger.warning(
+            "%s: no effect, since the training data is a DataLoader with settings of its own. Set them there, or give "
+            "the dataset instead.",
+            ", ".join(idle),
+        )
 
 
 def _check_dataset(dataset: Any, place: Place) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import signal
@@ -28,7 +27,7 @@ from safetrain.rank_log import fresh_line
 from safetrain.run_dir import occupied, shown
 from safetrain.shelf import Shelf
 from safetrain.signals import Interrupted
-from safetrain.verdict import forget, published
+from safetrain.verdict import last_checkpoint, published, put_away
 
 _VARIES = re.compile(r"process \d+|for \d+ s")
 
@@ -68,7 +67,7 @@ def _train(config: Config, variables: Sequence[Variable], crew: Alone | Leader) 
             if not failed or crew.lost:
                 break
             before, batch = _way_of_failing(run_dir), _batch_at_hand(run_dir)
-            _set_aside(run_dir)
+            put_away(run_dir)
             saved = _newest(run_dir)
             restart = f"Restart {number} of {config.launch.max_restarts}: {_from_where(config, saved)}."
             print(f"{fresh_line(sys.stderr)}{failed}\n", file=sys.stderr)
@@ -93,7 +92,7 @@ def _train(config: Config, variables: Sequence[Variable], crew: Alone | Leader) 
 def prepare(config: Config) -> None:
     """Write ``config.yaml``; remove what an earlier job, told to use the same directory, would be mistaken for."""
     run_dir = Path(config.run_dir)
-    forget(run_dir)
+    put_away(run_dir)
     (run_dir / "result.json").unlink(missing_ok=True)
     (run_dir / "config.yaml").write_text(config.to_yaml())
 
@@ -139,7 +138,8 @@ def _interrupted(by: Interrupted, config: Config, ranks: int) -> Published:
     run_dir = Path(config.run_dir)
     text = f"Interrupted by {by}; no rank is left. Run directory: {shown(run_dir)}"
     if by.number != signal.SIGTERM:
-        return Published(text, 128 + by.number)
+        saved = last_checkpoint(run_dir)
+        return Published(f"{text}\n{saved}" if saved else text, 128 + by.number)
     if (told := published(run_dir)) is not None:  # preempted, or a watchdog was first
         return told
     if any(not failure.victim for failure in read_failures(run_dir)):  # to run it again would not help
@@ -192,16 +192,3 @@ def _from_where(config: Config, saved: str) -> str:
     if saved:
         return f"it goes on from {saved}"
     return "nothing was saved, it begins " + ("anew" if config.resume in ("none", "auto") else f"at {config.resume}")
-
-
-def _set_aside(run_dir: Path) -> None:
-    """Keep what is known of a failed attempt: ``failure.txt`` becomes ``failure_1.txt``, or the next free number."""
-    names = ("failure.txt", "failure.json", "failure.html", "failures")
-    kept = (
-        [path.with_name(f"{path.stem}_{number}{path.suffix}") for path in map(run_dir.joinpath, names)]
-        for number in itertools.count(1)
-    )
-    free = next(paths for paths in kept if not any(path.exists() for path in paths))
-    for name, path in zip(names, free, strict=True):
-        if (run_dir / name).exists():
-            (run_dir / name).rename(path)

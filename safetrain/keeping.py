@@ -21,8 +21,16 @@ from typing import Any, NoReturn
 from safetrain import tree
 from safetrain.activity import ACTIVITY
 from safetrain.checkpoint import Checkpoints
+from safetrain.checks import nearest
 from safetrain.config import Checkpoint
-from safetrain.errors import CheckpointError, Preempted, SafetrainError, TrainingStopped, UsageError
+from safetrain.errors import (
+    CheckpointError,
+    Preempted,
+    SafetrainError,
+    TrainingStopped,
+    UsageError,
+    together,
+)
 from safetrain.feed import Feed
 from safetrain.report import Reporter
 from safetrain.snapshot import Snapshot
@@ -171,10 +179,15 @@ class Keeper:
 
 
 def metric_in(validation: Mapping[str, float], name: str | None) -> float | None:
-    """The value that tells which checkpoint is best; None: there is none."""
+    """The value that tells which checkpoint is best, and a sweep which job; None: there is none.
+
+    Raises:
+        UsageError: on all ranks: this validation has others. After the first one, not at the end of a week.
+    """
     if name is None or not validation:
         return None
     if name not in validation:
         logged = ", ".join(sorted(validation))
-        logger.warning("checkpoint.metric=%s: validation did not log it. Logged: %s.", name, logged)
-    return validation.get(name)
+        text = f"metric={name}: validation did not log it.{nearest(name, validation)} Logged: {logged}."
+        raise together(UsageError(text))
+    return validation[name]

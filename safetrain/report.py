@@ -110,7 +110,7 @@ class Reporter:
             reduced, table = log.sum_fast(self._comm, beside=self._timing.row(spent))
         else:
             reduced, table = log.reduce(self._comm), self._comm.sum_vector(self._timing.row(spent))
-        self._timing.add(table)
+        self._timing.add(table, self._log_every_steps)
         log.clear()
         metrics = {f"train/{name}": value for name, value in reduced.items()}
         metrics |= {f"time/{part}_ms": 1000 * seconds for part, seconds in self._timing.mean_s.items()}

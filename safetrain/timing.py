@@ -23,8 +23,7 @@ PARTS = {
 OWN_WORK = ("data", "forward", "backward")
 """What a rank does by itself: the wait for the others makes all ranks' steps equally long, so it must not count."""
 
-_WORTH_A_WORD = 0.2  # of a step
-_WORTH_A_WORD_IF_AVOIDABLE = 0.05
+_WORTH_ADVICE_S = 10.0  # what a shorter run spends its time on says little about a longer one
 
 
 class StepClock:
@@ -57,6 +56,7 @@ class TimeTable:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
+        self._steps = 0
         self._watch = StragglerWatch()
         self._work: list[dict[str, float]] = []
         self._total_s = dict.fromkeys(PARTS.values(), 0.0)
@@ -69,14 +69,15 @@ class TimeTable:
         own[len(OWN_WORK) * self._rank : len(OWN_WORK) * (self._rank + 1)] = [spent_s[part] for part in OWN_WORK]
         return [*(spent_s[part] for part in self._total_s), *own]
 
-    def add(self, summed: Sequence[float]) -> None:
-        """The sum of all ranks' rows."""
+    def add(self, summed: Sequence[float], steps: int) -> None:
+        """The sum of all ranks' rows, of an interval of ``steps``."""
         parts, own = summed[: len(self._total_s)], summed[len(self._total_s) :]
         self.mean_s = {part: total / self._world_size for part, total in zip(self._total_s, parts, strict=True)}
         self._work = [dict(zip(OWN_WORK, own[at:], strict=False)) for at in range(0, len(own), len(OWN_WORK))]
         for part, seconds in self.mean_s.items():
             self._total_s[part] += seconds
         self._intervals += 1
+        self._steps += steps
 
     def straggler(self) -> Straggler | None:
         """To be asked once an interval: a rank to name now."""
@@ -88,6 +89,8 @@ class TimeTable:
             return ""
         step_s = math.fsum(self._total_s.values()) / self._intervals
         said = f"a step took {1000 * step_s:.3g} ms: {shares_in_words(self._total_s)}."
+        if step_s * self._steps < _WORTH_ADVICE_S:
+            return said
         return f"{said} {advice(self._total_s, machine)}".rstrip()
 
 
@@ -96,6 +99,8 @@ class Machine(NamedTuple):
 
     loader_processes: int  # of a rank
     cores_per_rank: int
+    ranks: int = 2
+    loader_key: str = "loader.num_workers"
 
 
 def shares_in_words(seconds: Mapping[str, float]) -> str:
@@ -111,35 +116,38 @@ def advice(seconds: Mapping[str, float], machine: Machine) -> str:
     if total == 0:
         return ""
     share = {part: value / total for part, value in seconds.items()}
-    if share["data"] >= _WORTH_A_WORD:
-        return f"{_percent(share['data'])} of the time waits for data: {_more_loaders(share['data'], machine)}"
-    if share["logging"] >= _WORTH_A_WORD_IF_AVOIDABLE:
-        return f"{_percent(share['logging'])} of the time goes into logging: raise loop.log_every_steps."
-    if share["checkpoints"] >= _WORTH_A_WORD_IF_AVOIDABLE:
-        return (
-            f"{_percent(share['checkpoints'])} of the time goes into checkpoints: save less often "
-            "(checkpoint.every_steps, every_minutes, every_epochs)."
-        )
-    if share["communication"] >= _WORTH_A_WORD:
-        return (
-            f"{_percent(share['communication'])} of the time waits for other ranks, and for gradients that backward "
-            "did not hide: more samples a step (loader.batch_size, loop.accumulate) make that rarer, "
-            "strategy.comm_hook=fp16 halves what is sent."
-        )
-    return ""
+    # what can be had by a key of the config alone is worth a word sooner
+    least = {"data": 0.2, "communication": 0.2, "logging": 0.05, "checkpoints": 0.05}
+    wasted = {part: share[part] for part, limit in least.items() if share[part] >= limit}
+    if machine.ranks == 1:
+        wasted.pop("communication", None)
+    if not wasted:
+        return ""
+    most = max(wasted, key=wasted.__getitem__)
+    said = {
+        "data": f"waits for data: {_more_loaders(share['data'], machine)}",
+        "communication": (
+            "waits for other ranks, and for gradients that backward did not hide: more samples a step "
+            "(loader.batch_size, loop.accumulate) make that rarer, strategy.comm_hook=fp16 halves what is sent."
+        ),
+        "logging": "goes into logging: raise loop.log_every_steps.",
+        "checkpoints": (
+            "goes into checkpoints: save less often (checkpoint.every_steps, every_minutes, every_epochs)."
+        ),
+    }
+    return f"{_percent(wasted[most])} of the time {said[most]}"
 
 
 def _more_loaders(data_share: float, machine: Machine) -> str:
-    now = machine.loader_processes
+    now, key = machine.loader_processes, machine.loader_key
     # one batch takes (processes, or 1) x what is waited for and what is hidden; the rest of a step has to cover it
     wanted = max(now + 1, math.ceil(max(now, 1) / (1 - data_share))) if data_share < 1 else now + 1
     possible = max(0, machine.cores_per_rank - 1)
-    if now >= possible:
-        return (
-            f"loader.num_workers={now} already takes the {machine.cores_per_rank} core(s) that a rank has here, so "
-            "make a sample cheaper to read (smaller files, less work in __getitem__)."
-        )
-    return f"loader.num_workers={min(wanted, possible)} (now {now}) lets batches be read while the model computes."
+    if now < possible:
+        return f"{key}={min(wanted, possible)} (now {now}) lets batches be read while the model computes."
+    cores = "1 core" if machine.cores_per_rank == 1 else f"{machine.cores_per_rank} cores"
+    more = f", or raise {key} (now {now}) if reading waits more than it computes"
+    return f"a rank has {cores} here. Make a sample cheaper to read (smaller files, less work in __getitem__){more}."
 
 
 def _percent(share: float) -> str:

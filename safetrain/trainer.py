@@ -32,7 +32,7 @@ from safetrain.precision import FP32, Precision
 from safetrain.preemption import LeaveRequest, SharedRequest, leave_request
 from safetrain.report import Result
 from safetrain.strategy import DDPStrategy
-from safetrain.verdict import forget
+from safetrain.verdict import put_away
 from safetrain.watchdog import watch
 
 T = TypeVar("T")
@@ -134,17 +134,17 @@ class Trainer:
         return count_samples(batch)
 
     def build_model(self) -> nn.Module:
-        return needed(self, "model", self._given_model)
+        return needed(self, "model", self._given_model, "build_model")
 
     def build_train_data(self) -> Dataset[Any] | DataLoader[Any]:
-        return needed(self, "train_data", self._given_train_data)
+        return needed(self, "train_data", self._given_train_data, "build_train_data")
 
     def build_val_data(self) -> Dataset[Any] | DataLoader[Any] | None:
         return self._given_val_data
 
     def build_optimizers(self) -> dict[str, Optimizer]:
         """Optimizers by name; ``self.model`` is on its device."""
-        return build_optimizers(needed(self, "optimizer", self._given_optimizer), self.model)
+        return build_optimizers(needed(self, "optimizer", self._given_optimizer, "build_optimizers"), self.model)
 
     def build_schedulers(self) -> dict[str, LRScheduler]:
         """Schedulers by the name of their optimizer."""
@@ -286,7 +286,7 @@ class Trainer:
         joined_here = Comm.live() is None
         self.comm = Comm.join(self.device)
         if joined_here and self.run_dir is not None and self.comm.rank == 0:
-            forget(self.run_dir)  # the verdict on an earlier job that used the directory
+            put_away(self.run_dir)  # the verdict on an earlier job that used the directory
         failed = partial(someone_failed, self.run_dir)
         with watch(self.comm, self.watchdog, self.run_dir), leave_request(failed) as self._leave:
             try:

@@ -7,6 +7,7 @@ still.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import platform
@@ -14,7 +15,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from safetrain import __version__, machine, page
 from safetrain.failure import is_user_file
 from safetrain.orders import Published
+from safetrain.shelf import Shelf
 from safetrain.stacks import Frame
 
 _LOGS_TOLD = 4
@@ -39,7 +41,7 @@ class Verdict:
         place: the line of the user's, empty where none is known; ``detail`` is what is there: the line, or the error.
         batch: which samples were at hand.
         others: what the other ranks do or did, one sentence for all that do the same.
-        kept: what became of the state of the last whole step.
+        kept: what became of the state of the last whole step, or which checkpoint there is.
         cause, remedy: what it usually comes from and what to do; empty where ``detail`` says enough.
         evidence: lines to read on: a traceback, a stack, the end of a log.
         ranks: what all this is drawn from: a dataclass for each rank that is known of.
@@ -102,6 +104,11 @@ class Verdict:
         """
         if run_dir is None:
             return self.text(None)
+        if self.exit_code == _FAILED and not self.kept:
+            return replace(self, kept=last_checkpoint(run_dir))._write(run_dir)
+        return self._write(run_dir)
+
+    def _write(self, run_dir: Path) -> str | None:
         facts = self._facts(run_dir)
         try:
             with _json_path(run_dir).open("x") as file:
@@ -119,6 +126,12 @@ class Verdict:
         return self.text(run_dir)
 
 
+def last_checkpoint(run_dir: Path) -> str:
+    """Where a run can go on, in words; empty where it has saved nothing that is good."""
+    saved = Shelf(run_dir / "checkpoints").readable()
+    return f"The last checkpoint is {saved[0][0].name}: go on with resume=auto." if saved else ""
+
+
 def published(run_dir: Path) -> Published | None:
     """The verdict that is in ``run_dir``; None where there is none, or only half of one."""
     with suppress(OSError, ValueError):  # who wrote it may have been killed at that
@@ -134,8 +147,27 @@ def told_by(run_dir: Path) -> str:
     return ""
 
 
-def forget(run_dir: Path) -> None:
-    """Remove the verdict on an earlier job, and what it was drawn from."""
+def put_away(run_dir: Path) -> None:
+    """Make way for the next verdict: one on a failure stays, as ``failure_1.txt`` or the next number."""
+    told = published(run_dir)
+    if told is None or told.exit_code != _FAILED:  # half of one, or the run was told to leave
+        _forget(run_dir)
+        return
+    names = ("failure.txt", "failure.json", page.NAME, "failures")
+    numbered = (
+        [path.with_name(f"{path.stem}_{number}{path.suffix}") for path in map(run_dir.joinpath, names)]
+        for number in itertools.count(1)
+    )
+    free = next(paths for paths in numbered if not any(path.exists() for path in paths))
+    for name, path in zip(names, free, strict=True):
+        if (run_dir / name).exists():
+            (run_dir / name).rename(path)
+    text, facts, drawn, _ = free
+    with suppress(OSError):
+        text.write_text(text.read_text().replace(page.NAME, drawn.name).replace("failure.json", facts.name))
+
+
+def _forget(run_dir: Path) -> None:
     shutil.rmtree(run_dir / "failures", ignore_errors=True)
     for path in (_json_path(run_dir), run_dir / "failure.txt", run_dir / page.NAME):
         path.unlink(missing_ok=True)

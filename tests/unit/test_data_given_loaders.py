@@ -19,6 +19,16 @@ class TestGivenLoaders:
         loader = loader_of(list(range(10)), batch_size=2)
         assert read_all(loader, 2) == [[[0, 2], [4, 6], [8]], [[1, 3], [5, 7], [9]]]
 
+    def test_options_that_have_no_effect_on_it_are_named_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        loader = loader_of(list(range(10)), batch_size=2)
+        for rank in (0, 1):
+            feed_of(loader, rank, 2, batch_size=64, num_workers=3, drop_last=False)
+        assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["loader.batch_size"]
+        assert "loader.batch_size, loader.num_workers: no effect" in caplog.text
+        caplog.clear()
+        feed_of(list(range(10)), 0, 2, batch_size=4)
+        assert not caplog.records
+
     def test_a_shuffled_loader_is_shuffled_anew_each_epoch(self) -> None:
         loader = loader_of(list(range(24)), batch_size=3, shuffle=True)
         shares = [[samples(batches) for batches in read_all(loader, 2, epoch)] for epoch in (0, 1)]

@@ -12,7 +12,7 @@ import pytest
 from safetrain import job
 from safetrain.failure import Failure
 from safetrain.signals import Interrupted
-from safetrain.verdict import Verdict
+from safetrain.verdict import Verdict, put_away
 
 
 def config(run_dir: Path, resume: str = "none") -> Any:
@@ -63,7 +63,7 @@ def test_what_each_attempt_said_is_kept_also_over_jobs(tmp_path: Path) -> None:
         failed(tmp_path, process)
         (tmp_path / "failures").mkdir()
         (tmp_path / "failures" / "rank_1.json").write_text("")
-        job._set_aside(tmp_path)
+        put_away(tmp_path)
     assert [f"process {n}" in (tmp_path / f"failure_{n}.txt").read_text() for n in (1, 2, 3)] == [True] * 3
     assert all((tmp_path / f"failures_{n}" / "rank_1.json").exists() for n in (1, 2, 3))
     assert [f"process {n}" in (tmp_path / f"failure_{n}.html").read_text() for n in (1, 2, 3)] == [True] * 3
@@ -73,6 +73,22 @@ def test_what_each_attempt_said_is_kept_also_over_jobs(tmp_path: Path) -> None:
 def test_ctrl_c_is_told_in_one_line(tmp_path: Path) -> None:
     text, code = job._interrupted(Interrupted(signal.SIGINT), config(tmp_path), 2)
     assert (text, code) == (f"Interrupted by SIGINT; no rank is left. Run directory: {tmp_path}", 130)
+
+
+def test_what_is_saved_is_told_to_who_pressed_ctrl_c_and_of_a_killed_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = "The last checkpoint is step_20: go on with resume=auto."
+    for module in ("job", "verdict"):
+        monkeypatch.setattr(f"safetrain.{module}.last_checkpoint", lambda _: saved)
+    text, _ = job._interrupted(Interrupted(signal.SIGINT), config(tmp_path), 2)
+    assert text.endswith(f"\n{saved}")
+    told = Verdict("Training failed: rank 1 (process 7) was killed by SIGKILL.", (1,)).publish(tmp_path)
+    assert told is not None
+    assert saved in told
+    kept = "The state at step 41 is saved in checkpoints/step_41: go on with resume=auto."
+    put_away(tmp_path)
+    assert saved not in str(Verdict("Training failed on rank 1.", (1,), kept=kept).publish(tmp_path))
 
 
 def test_sigterm_before_a_step_ends_says_from_where_the_job_would_go_on(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetrain import page
 from safetrain.errors import Preempted
 from safetrain.failed import preempted, verdict_on
 from safetrain.failure import Exit
-from safetrain.verdict import Verdict, forget
+from safetrain.verdict import Verdict, put_away
 from tests import failing
 
 _VOID = {"meta", "br"}
@@ -279,7 +279,14 @@ def test_a_failed_run_leaves_the_page_and_the_command_draws_the_same_again(
     assert page.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/failure.html\n"
     assert (tmp_path / "failure.html").read_text() == first
-    forget(tmp_path)
+    put_away(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["failure_1.html", "failure_1.json", "failure_1.txt"]
+    assert (tmp_path / "failure_1.txt").read_text().endswith("/failure_1.html (for programs: failure_1.json)\n")
+
+
+def test_what_was_said_of_a_preemption_makes_way(tmp_path: Path) -> None:
+    assert Verdict("Preempted: rank 0 got SIGTERM.", exit_code=75).publish(tmp_path)
+    put_away(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from safetrain import activity
 from safetrain.activity import Activity
-from safetrain.timing import Machine, StepClock, advice, shares_in_words
+from safetrain.timing import Machine, StepClock, TimeTable, advice, shares_in_words
 
 EVEN = dict.fromkeys(("data", "forward", "backward", "communication", "optimizer", "logging", "checkpoints"), 1.0)
 COMPUTE = {**dict.fromkeys(EVEN, 0.0), "forward": 30.0, "backward": 60.0, "optimizer": 5.0}
@@ -42,6 +42,15 @@ def test_a_lap_is_what_was_spent_in_each_part_since_the_last_one(monkeypatch: py
     assert set(clock.lap().values()) == {0.0}
 
 
+def test_a_short_run_gets_its_shares_and_no_advice() -> None:
+    for seconds, advised in ((0.9, False), (1.1, True)):
+        table = TimeTable(0, 1)
+        table.add(table.row({**dict.fromkeys(EVEN, 0.0), "data": seconds}), steps=10)
+        said = table.summary(Machine(0, 12))
+        assert said.startswith(f"a step took {1000 * seconds:.3g} ms: data 100 %.")
+        assert ("loader.num_workers" in said) is advised
+
+
 def test_shares_are_sorted_and_small_ones_left_out() -> None:
     seconds = {**COMPUTE, "logging": 0.2}
     assert shares_in_words(seconds) == "backward 63 %, forward 32 %, optimizer 5 %"
@@ -55,7 +64,15 @@ def test_shares_are_sorted_and_small_ones_left_out() -> None:
         ({**COMPUTE, "data": 65.0}, Machine(2, 12), "41 % of the time waits for data: loader.num_workers=4 (now 2)"),
         ({**COMPUTE, "data": 65.0}, Machine(0, 12), "loader.num_workers=2 (now 0)"),
         ({**COMPUTE, "data": 900.0}, Machine(0, 4), "90 % of the time waits for data: loader.num_workers=3 (now 0)"),
-        ({**COMPUTE, "data": 65.0}, Machine(0, 1), "loader.num_workers=0 already takes the 1 core(s)"),
+        ({**COMPUTE, "data": 65.0}, Machine(0, 1), "41 % of the time waits for data: a rank has 1 core here. Make a"),
+        (
+            {**COMPUTE, "data": 65.0},
+            Machine(1, 2, 2, "num_workers of your DataLoader"),
+            "num_workers of your DataLoader",
+        ),
+        ({**COMPUTE, "data": 65.0, "logging": 10.0}, Machine(2, 12), "waits for data"),  # the largest share comes first
+        ({**COMPUTE, "communication": 95.0, "logging": 11.0}, Machine(2, 12), "waits for other ranks"),
+        ({**COMPUTE, "communication": 95.0}, Machine(0, 4, ranks=1), ""),
         ({**COMPUTE, "logging": 10.0}, Machine(0, 4), "10 % of the time goes into logging: raise loop.log_every_steps"),
         ({**COMPUTE, "checkpoints": 10.0}, Machine(0, 4), "10 % of the time goes into checkpoints: save less often"),
         (
