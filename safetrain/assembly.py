@@ -72,8 +72,6 @@ def assemble(trainer: Trainer) -> Run:
     val_data = trainer.build_val_data()
     val_feed = None if val_data is None else build_feed(val_data, options, comm, seed=seed, train=False)
 
-    if val_feed is None and (metric := trainer.checkpoint.metric or "").startswith("val/"):
-        raise UsageError(f"metric={metric}: there is no validation data. Give data.val, or set metric=null.")
     key = "num_workers of your DataLoader" if isinstance(train_data, DataLoader) else "loader.num_workers"
     machine = Machine(feed.loader_processes, max(1, int(cores() // comm.local_world_size)), comm.world_size, key)
     reporter = Reporter(trainer.observers, comm, trainer.optimizers, trainer.loop.log_every_steps, machine)

@@ -191,6 +191,9 @@ def _check_what_it_builds(config: Config) -> None:
     trainer = import_target(target := config.trainer["_target_"], "trainer")
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise ConfigError(f"trainer._target_={target}: must be a subclass of safetrain.Trainer")
+    own_validation = trainer.build_val_data is not Trainer.build_val_data
+    if (config.metric or "").startswith("val/") and config.data.get("val") is None and not own_validation:
+        raise ConfigError(f"metric={config.metric}: there is no validation that could give it, since data.val is null.")
     check_targets(blueprint(config), "trainer")
     parts = {"precision": config.precision, "strategy": config.strategy}
     parts |= {f"policy.{name}": node for name, node in config.to_plain()["policy"].items()}

@@ -64,6 +64,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             ["recipe=mine", "resume=outputs/mine/monday"],
             "resume=outputs/mine/monday: there is no such run or checkpoint. Allowed: auto, none, a path.",
         ),
+        (
+            ["recipe=mine", "metric=val/loss"],
+            "metric=val/loss: there is no validation that could give it, since data.val is null.",
+        ),
         (["recipe=mine", "device=gpu"], "device='gpu': must be one of auto, cpu, cuda"),
         (["recipe=mine", "strategy.bucket_cap_mb=0"], "strategy.bucket_cap_mb=0"),
         (["recipe=mine", "strategy.comm_hook=fp8"], "strategy.comm_hook='fp8'"),
