@@ -134,6 +134,17 @@ def test_a_recipe_that_does_not_say_where_its_keys_belong_is_refused(run: Run, o
     assert "write `# @package _global_` as the first line" in err
 
 
+def test_what_takes_any_argument_may_be_given_one_more(run: Run) -> None:
+    mine = Path("recipe", "mine.yaml")
+    mine.write_text(mine.read_text().replace("torch.nn.Linear", "cli_mine.linear"))
+    with Path("cli_mine.py").open("a") as module:
+        module.write("def linear(**settings): ...\n")
+    code, _, err = run("recipe=mine", "model.biass=1")
+    assert code == 2
+    assert err.startswith("model.biass=1: no such key. Allowed: ")
+    assert err.endswith(" To add it: +model.biass=1\n")
+
+
 def test_a_trainer_that_does_not_pass_its_parts_on_is_refused(run: Run) -> None:
     Path("cli_mine.py").write_text(
         "import safetrain\nclass Mine(safetrain.Trainer):\n    def __init__(self, width=3): super().__init__()\n"
