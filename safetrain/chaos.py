@@ -4,7 +4,7 @@
     python -m safetrain.chaos recipe=NAME fault=raise at=dataset rank=-1 launcher=torchrun ranks=4 loader.num_workers=2
     python -m safetrain.chaos recipe=NAME fault=sigterm at=launcher
 
-    fault      what happens (required): see faults.py
+    fault      what happens (required); without arguments all faults and places are listed
     at         where: a method of the Trainer, rank_zero (a section), dataset, collate, backward, optimizer or launcher
                (training_step)
     rank       the culprit (1); negative numbers count from the last
@@ -38,7 +38,8 @@ from typing import IO
 
 from safetrain.checks import nearest
 from safetrain.errors import ConfigError
-from safetrain.injection import LAUNCHER, Fault
+from safetrain.faults import FAULTS
+from safetrain.injection import LAUNCHER, PLACES, Fault
 
 _LAUNCHERS = ("local", "torchrun")
 _KEYS = ("fault", "at", "rank", "step", "ranks", "launcher", "limit_s", "report")
@@ -87,6 +88,9 @@ class Outcome:
 
 def main(arguments: Sequence[str]) -> int:
     """Do what the command line says; returns the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__, _choices(), sep="\n")
+        return 0
     try:
         options, job = _split(arguments)
         fault, ranks, launcher, limit_s = _parse(options)
@@ -254,9 +258,15 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return ours, job
 
 
+def _choices() -> str:
+    """What there is to say for ``fault`` and ``at``."""
+    names = {"fault=": FAULTS, "at=": PLACES}
+    return "\n\n".join("\n".join(f"    {key}{name}" for name in named) for key, named in names.items())
+
+
 def _parse(options: dict[str, str]) -> tuple[Fault, int, str, float]:
     if "fault" not in options:
-        raise ConfigError(f"fault is missing.\n\n{__doc__}")
+        raise ConfigError("fault is missing. `python -m safetrain.chaos` lists what it may be.")
     launcher = options.get("launcher", "local")
     if launcher not in _LAUNCHERS:
         allowed = ", ".join(_LAUNCHERS)

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from safetrain.catalog import groups
 from safetrain.errors import ConfigError
 
 T = TypeVar("T")
+_OTHER_NAMES = {"gpu": "cuda"}  # by its letters it is nearer to cpu
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
     """``" Did you mean x?"``, or an empty string where nothing is near."""
-    match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    match = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return f" Did you mean {match[0]}?" if match else ""
 
 
@@ -24,7 +26,16 @@ def unknown_key(where: str, name: str, valid: Iterable[str], asked: str = "") ->
     """The error for a key that is not there; ``asked`` is how it was asked for, if more is known than the key."""
     names = sorted(valid)
     allowed = f" Allowed: {', '.join(names)}." if names else ""
-    return ConfigError(f"{asked or join_key(where, name)}: no such key.{nearest(name, names)}{allowed}")
+    key = asked or join_key(where, name)
+    return ConfigError(f"{key}: no such key.{as_group(*key.split('=', 1)) or nearest(name, names)}{allowed}")
+
+
+def as_group(key: str, value: object = None) -> str:
+    """``" Did you mean policy/skip=partial?"`` for the key ``policy.skip``: a group is written with slashes."""
+    group = key.replace(".", "/")
+    if group == key or not isinstance(value, str) or group not in groups():
+        return ""
+    return f" Did you mean {group}={value}?"
 
 
 def join_key(where: str, name: str) -> str:
@@ -60,7 +71,13 @@ def check_types(section: Any, where: str) -> None:
     for name, hint in typing.get_type_hints(type(section)).items():
         value = getattr(section, name)
         if not _fits(value, hint):
-            raise ConfigError(f"{join_key(where, name)}={value!r}: must be {_describe(hint)}, not {kind_of(value)}")
+            allowed = _literals(hint)
+            if any(type(value) is type(one) for one in allowed):  # of the right kind, but none of those
+                wrong = nearest(_OTHER_NAMES.get(str(value), str(value)), [str(one) for one in allowed])
+                wrong = wrong and f".{wrong}"
+            else:
+                wrong = f", not {kind_of(value)}"
+            raise ConfigError(f"{join_key(where, name)}={value!r}: must be {_describe(hint)}{wrong}")
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -76,6 +93,12 @@ def _fits(value: object, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, origin or hint)
+
+
+def _literals(hint: Any) -> list[object]:
+    if get_origin(hint) in (Union, types.UnionType):
+        return [value for member in get_args(hint) for value in _literals(member)]
+    return list(get_args(hint)) if get_origin(hint) is Literal else []
 
 
 def _describe(hint: Any) -> str:
@@ -140,10 +163,10 @@ def parse_section(cls: type[T], values: object, where: str) -> T:
 def check_node(node: Mapping[str, Any] | None, where: str) -> None:
     """``node``, where given, names what to build."""
     if node is not None and not (isinstance(node, Mapping) and isinstance(node.get("_target_"), str)):
-        raise ConfigError(
-            f"{where}={node!r}: must be a mapping with a _target_ that names what to build, such as\n"
-            f"  {where}: {{_target_: package.module.Name, argument: value}}"
-        )
+        example = f", such as\n  {where}: {{_target_: package.module.Name, argument: value}}"
+        group = as_group(where, node)
+        hint = f".{group}" if group else example
+        raise ConfigError(f"{where}={node!r}: must be a mapping with a _target_ that names what to build{hint}")
 
 
 def check_nodes(nodes: Mapping[str, Any] | None, where: str) -> None:

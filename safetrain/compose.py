@@ -24,8 +24,8 @@ from safetrain.checks import join_key
 from safetrain.cluster import filled
 from safetrain.config import Config
 from safetrain.environ import COMMAND_LINE, RECIPE, SHELL, Variable, environment, settle, shell
-from safetrain.errors import ConfigError, SafetrainError
-from safetrain.explain import COMPOSITION_ERRORS, explain
+from safetrain.errors import ConfigError, SafetrainError, UsageError
+from safetrain.explain import COMPOSITION_ERRORS, check_package, explain
 from safetrain.launch_config import ONE_MACHINE, Launch
 from safetrain.preflight_config import ONLY_CHECKS
 from safetrain.run_dir import choose_run_dir
@@ -40,8 +40,12 @@ def for_each_job(job: Callable[[DictConfig], float | None]) -> None:
 
     Raises:
         ConfigError: nothing could be composed.
+        UsageError: a flag of Hydra's stands alone that can't.
         SafetrainError: the first that a job raised.
     """
+    prints = any(argument.startswith(("--cfg", "-c", "--help", "-h")) for argument in sys.argv)
+    if "--resolve" in sys.argv and not prints:
+        raise UsageError("--resolve says how to print a config, and goes with --cfg job or --help")
     task = _Task(job)
     _teach_omegaconf()
     sys.argv[0] = "python -m safetrain"
@@ -133,6 +137,7 @@ def resolve(composed: DictConfig, *, as_rank: bool = False) -> Config:
             names = ", ".join(recipe.name for recipe in recipes()) or "none yet: write ./recipe/NAME.yaml"
             raise ConfigError(f"recipe is missing: say recipe=NAME. Allowed: {names}.")
         recipes()  # two of one name are refused
+        check_package(composed)
         plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         plain["launch"] = {**plain["launch"], **ONE_MACHINE} if as_rank else filled(plain["launch"], os.environ)
         config = Config.parse(plain)

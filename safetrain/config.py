@@ -50,8 +50,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         check_types(self, "loop")
-        at_least(self, "loop", 0, "epochs")
-        at_least(self, "loop", 1, "max_steps", "accumulate", "nominal_weight")
+        at_least(self, "loop", 1, "epochs", "max_steps", "accumulate", "nominal_weight")
         at_least(self, "loop", 1, "log_every_steps", "validate_every_epochs")
         more_than_zero(self, "loop", "clip_norm", "clip_value")
         if self.clip_norm is not None and self.clip_value is not None:

@@ -22,6 +22,7 @@ from safetrain.words import group_in_words
 
 NAME = "failure.html"
 
+_USAGE = "Usage: python -m safetrain.page <run_dir>   draws failure.html again from failure.json"
 _LONG = 150  # characters of a headline
 _DIFFERENCES = 6  # at most that many are shown
 _ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")  # what no HTML may hold
@@ -71,10 +72,16 @@ def draw(facts: object, near: Collection[str] = ()) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """``python -m safetrain.page <run_dir>``"""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0
     if len(arguments) != 1:
-        print("Usage: python -m safetrain.page <run_dir>   draws failure.html again from failure.json", file=sys.stderr)
+        print(_USAGE, file=sys.stderr)
         return 2
     source = Path(arguments[0], "failure.json")
+    if not source.exists() and source.with_name("result.json").exists():
+        print(f"{source.parent}: this run did not fail; its result is in result.json.", file=sys.stderr)
+        return 1
     try:
         print(write(source.parent, json.loads(source.read_text(encoding="utf-8"))))
     except OSError as error:

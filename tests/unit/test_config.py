@@ -24,7 +24,8 @@ def plain(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        (Loop, {"epochs": -1}, "loop.epochs=-1: must be at least 0"),
+        (Loop, {"epochs": -1}, "loop.epochs=-1: must be at least 1"),
+        (Loop, {"epochs": 0, "max_steps": 3}, "loop.epochs=0: must be at least 1"),
         (Loop, {"epochs": "3"}, "loop.epochs='3': must be a whole number, not text"),
         (Loop, {"epochs": True}, "loop.epochs=True: must be a whole number, not true or false"),
         (Loop, {"accumulate": 1.5}, "loop.accumulate=1.5: must be a whole number, not a fraction"),
@@ -41,8 +42,10 @@ def plain(**changes: Any) -> dict[str, Any]:
         (Checkpoint, {"every_steps": 0}, "checkpoint.every_steps=0: must be at least 1"),
         (Checkpoint, {"every_minutes": 0}, "checkpoint.every_minutes=0: must be more than 0"),
         (Checkpoint, {"keep_last": 0}, "checkpoint.keep_last=0: must be at least 1"),
-        (Checkpoint, {"mode": "best"}, "checkpoint.mode='best': must be one of max, min, not text"),
-        (Checkpoint, {"on_error": "raise"}, "checkpoint.on_error='raise': must be one of warn, stop, not text"),
+        (Checkpoint, {"mode": "best"}, "checkpoint.mode='best': must be one of max, min"),
+        (Checkpoint, {"mode": "mni"}, "checkpoint.mode='mni': must be one of max, min. Did you mean min?"),
+        (Checkpoint, {"mode": 3}, "checkpoint.mode=3: must be one of max, min, not a whole number"),
+        (Checkpoint, {"on_error": "raise"}, "checkpoint.on_error='raise': must be one of warn, stop"),
     ],
 )
 def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(
@@ -51,6 +54,7 @@ def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(
     with pytest.raises(ConfigError) as refused:
         section(**values)
     assert message in str(refused.value)
+    assert ("not text" in str(refused.value)) == ("not text" in message)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +63,22 @@ def test_a_wrong_value_is_refused_with_key_value_and_what_is_allowed(
         ({"loop": {"epchs": 3}}, "loop.epchs: no such key. Did you mean epochs? Allowed: accumulate, clip_norm,"),
         ({"optimiser": NODE}, "optimiser: no such key. Did you mean optimizer?"),
         ({"loop": 3}, "loop=3: must be a mapping, not a whole number"),
-        ({"device": "gpu"}, "device='gpu': must be one of auto, cpu, cuda, not text"),
+        ({"device": "gpu"}, "device='gpu': must be one of auto, cpu, cuda. Did you mean cuda?"),
         ({"seed": -1}, "seed=-1: must be at least 0"),
         ({"model": {"width": 3}}, "model={'width': 3}: must be a mapping with a _target_"),
         ({"data": {"train": "cifar"}}, "data.train='cifar': must be a mapping with a _target_"),
         ({"optimizer": {"generator": NODE, "critic": {"lr": 1}}}, "optimizer.critic={'lr': 1}: must be a mapping with"),
         ({"observers": {"bar": "yes"}}, "observers.bar='yes': must be a mapping with a _target_"),
         ({"policy": {"skip": NODE}}, "policy.uneven is missing"),
+        (
+            {"policy": plain()["policy"] | {"skip": "partial"}},
+            "policy.skip='partial': must be a mapping with a _target_ that names what to build. "
+            "Did you mean policy/skip=partial?",
+        ),
+        (
+            {"observers": {"bar": "yes"}},
+            "_target_ that names what to build, such as\n  observers.bar: {_target_: package",
+        ),
         ({"launch": {"timeout_s": 30}}, "launch.timeout_s=30 must be more than watchdog.stall_s=60: a collective"),
         ({"vars": {"flags": [{True: 1}]}}, "vars.flags[0].True: a key must be text, not true or false. YAML reads on,"),
     ],

@@ -57,6 +57,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["recip=mine"], "recip=mine: no such key. Did you mean recipe?"),
         (["recipe=mine", "loop.epchs=3"], "loop.epchs=3: no such key. Did you mean epochs? Allowed: accumulate,"),
         (["recipe=mine", "+loop.epchs=3"], "loop.epchs: no such key. Did you mean epochs?"),
+        (["recipe=mine", "loop.epochs=0"], "loop.epochs=0: must be at least 1"),
         (["recipe=mine", "loop.epochs=many"], "loop.epochs='many': must be a whole number, not text"),
         (["recipe=mine", "loop.epochs=null"], "loop.epochs=None: must be a whole number, not null"),
         (["recipe=mine", "loader.batch_size=0"], "loader.batch_size=0: must be at least 1"),
@@ -69,6 +70,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             "metric=val/loss: there is no validation that could give it, since data.val is null.",
         ),
         (["recipe=mine", "device=gpu"], "device='gpu': must be one of auto, cpu, cuda"),
+        (["recipe=mine", "device=gpu"], "device='gpu': must be one of auto, cpu, cuda. Did you mean cuda?"),
+        (["recipe=mine", "policy.skip=partial"], "names what to build. Did you mean policy/skip=partial?"),
+        (["recipe=mine", "recipe.data=imagefolder"], "no such key. Did you mean recipe/data=imagefolder? Allowed:"),
+        (["recipe=mine", "model.bias=false"], "model.bias=false: no such key. To add it: +model.bias=false\n"),
+        (["recipe=mine", "model.biass=false"], "model.biass=false: no such key. Allowed: _target_, in_features,"),
+        (["recipe=mine", "env.MY_OWN=1"], "env.MY_OWN=1: no such key. To add it: +env.MY_OWN=1\n"),
+        (["recipe=mine", "vars.a.b=1"], "vars.a.b=1: no such key. To add it: +vars.a.b=1\n"),
+        (["recipe=mine", "scheduler.gamma=0.5"], "scheduler.gamma=0.5: no such key: scheduler is null in this recipe."),
+        (["recipe=mine", "model.in_features=abc"], "model.in_features='abc': Linear takes a whole number (int) here"),
+        (["recipe=mine", "optimizer.lr=abc"], "optimizer.lr='abc': SGD takes a number (float) here"),
+        (
+            ["recipe=mine", "policy.skip.max_consecutive=abc"],
+            "policy.skip.max_consecutive='abc': SkipAny takes a whole number (int) here",
+        ),
+        (["recipe=mine", "model._target_=spirals.mlp"], "there is no module spirals: no spirals.py in "),
+        (["recipe=mine", "--resolve"], "--resolve says how to print a config, and goes with --cfg job or --help"),
         (["recipe=mine", "strategy.bucket_cap_mb=0"], "strategy.bucket_cap_mb=0"),
         (["recipe=mine", "strategy.comm_hook=fp8"], "strategy.comm_hook='fp8'"),
         (["recipe=mine", "policy.skip.max_consecutive=-1"], "policy.skip: max_consecutive=-1"),
@@ -108,9 +125,29 @@ def test_a_recipe_that_is_no_yaml_is_refused(run: Run) -> None:
     Path("recipe", "broken.yaml").write_text("# @package _global_\nmodel: {_target_: a.b\nloop: 3\n")
     code, _, err = run("recipe=broken")
     assert code == 2
-    assert "recipe/broken.yaml" in err
-    assert "line 3" in err
-    assert "Traceback" not in err
+    said = "line 3: is no YAML: while parsing a flow mapping, expected ',' or '}', but got ':'."
+    assert err == f"{Path.cwd()}/recipe/broken.yaml, {said}\n"
+
+
+@pytest.mark.parametrize("override", ["seed=1", "optimizer.lr=3"])
+def test_a_recipe_that_does_not_say_where_its_keys_belong_is_refused(run: Run, override: str) -> None:
+    mine = Path("recipe", "mine.yaml")
+    mine.write_text(mine.read_text().removeprefix("# @package _global_\n"))
+    code, _, err = run("recipe=mine", override)
+    assert code == 2
+    assert "the recipe's keys (trainer, model, optimizer) came to lie below `recipe`" in err
+    assert "write `# @package _global_` as the first line" in err
+
+
+def test_what_takes_any_argument_may_be_given_one_more(run: Run) -> None:
+    mine = Path("recipe", "mine.yaml")
+    mine.write_text(mine.read_text().replace("torch.nn.Linear", "cli_mine.linear"))
+    with Path("cli_mine.py").open("a") as module:
+        module.write("def linear(**settings): ...\n")
+    code, _, err = run("recipe=mine", "model.biass=1")
+    assert code == 2
+    assert err.startswith("model.biass=1: no such key. Allowed: ")
+    assert err.endswith(" To add it: +model.biass=1\n")
 
 
 def test_a_trainer_that_does_not_pass_its_parts_on_is_refused(run: Run) -> None:
@@ -128,6 +165,12 @@ def test_without_arguments_the_recipes_are_listed(run: Run) -> None:
     assert "  resnet_ddp  A small ResNet" in out
     assert "  mine        My own.  (./recipe/mine.yaml)" in out
     assert "python -m safetrain recipe=resnet_ddp" in out
+
+
+def test_resolve_goes_with_cfg(run: Run) -> None:
+    code, out, err = run("recipe=mine", "--cfg", "job", "--resolve")
+    assert (code, err) == (0, "")
+    assert "name: mine" in out
 
 
 def test_help_tells_the_commands_the_choices_and_the_values(run: Run) -> None:

@@ -76,6 +76,60 @@ def test_an_error_in_the_users_module_names_its_line(project: Path) -> None:
     assert f"at {project}/script.py:2: SystemExit: usage" in refusal({"_target_": "script.Model"})
 
 
+MODELS = """
+from __future__ import annotations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional, Union
+if TYPE_CHECKING:
+    from torch import Tensor as Unknown
+from torch import Tensor
+import functools
+
+def judged(width: int, depth: Optional[int] = None, rate: Union[float, Tensor] = 1.0, on: bool | None = True): ...
+def free(size: int | str, path: Path, name: str, any: Any, bare, later: Unknown, odd: int = "auto", *a: int): ...
+def loose(**kwargs: int): ...
+def weighted(weight: Tensor | None): ...
+class Net:
+    def __init__(self, other: Unknown, width: int): ...
+class Wide(Net): ...
+@functools.wraps(judged)
+def wrapped(*args, **kwargs): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ({"_target_": "annotated.judged", "width": "abc"}, "model.width='abc': judged takes a whole number (int) here"),
+        ({"_target_": "annotated.judged", "width": 1, "depth": "a"}, "judged takes a whole number (int) or null here"),
+        ({"_target_": "annotated.judged", "width": 1, "rate": "a"}, "model.rate='a': judged takes a number (float)"),
+        ({"_target_": "annotated.judged", "width": 1, "on": "a"}, "judged takes true or false (bool) or null here"),
+        ({"_target_": "annotated.judged", "width": "x", "_partial_": True}, "takes a whole number (int) here"),
+        ({"_target_": "annotated.Wide", "other": "x", "width": "abc"}, "model.width='abc': Wide takes a whole number"),
+        ({"_target_": "annotated.weighted", "weight": "x"}, "weighted takes a tensor or null here"),
+        ({"_target_": "annotated.wrapped", "width": "abc"}, "model.width='abc': wrapped takes a whole number (int)"),
+    ],
+)
+def test_a_text_for_a_number_is_refused(project: Path, node: dict[str, Any], said: str) -> None:
+    (project / "annotated.py").write_text(MODELS)
+    assert said in refusal(node)
+
+
+def test_no_other_annotation_is_judged(project: Path) -> None:
+    (project / "annotated.py").write_text(MODELS)
+    names = ("size", "path", "name", "any", "bare", "later", "odd")
+    check_targets({"_target_": "annotated.free", **dict.fromkeys(names, "text")})
+    check_targets({"_target_": "annotated.loose", "kwargs": "text"})
+    check_targets({"_target_": "annotated.judged", "width": 1.5, "depth": [2], "rate": 3, "on": None})
+
+
+def test_a_module_that_is_not_there_tells_where_it_was_looked_for(project: Path) -> None:
+    said = f"model._target_=spirals.mlp: there is no module spirals: no spirals.py in {project}; run from its folder"
+    assert refusal({"_target_": "spirals.mlp"}) == said
+    (project / "spiral.py").write_text("")
+    assert refusal({"_target_": "spirals.mlp"}).endswith("there is no module spirals. Did you mean spiral?")
+
+
 def test_the_nearest_name_is_looked_for_in_the_users_own_files(project: Path) -> None:
     (project / "my_models.py").write_text("class Network: pass\n")
     assert refusal({"_target_": "my_model.Network"}).endswith("Did you mean my_models?")

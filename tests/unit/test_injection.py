@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from safetrain import chaos
-from safetrain.injection import Fault, inject
+from safetrain.faults import FAULTS
+from safetrain.injection import PLACES, Fault, inject
 
 
 class Recipe(SimpleNamespace):
@@ -88,6 +89,13 @@ def test_a_fault_travels_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_wrong_argument(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_arguments_the_faults_and_the_places_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chaos.main([]) == 0
+    listed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in listed if line.startswith("fault=")] == [f"fault={name}" for name in FAULTS]
+    assert [line for line in listed if line.startswith("at=")] == [f"at={place}" for place in PLACES]
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,17 @@ def test_what_cannot_be_drawn_is_told(
     assert page.main([]) == 2
 
 
+def test_of_a_run_that_did_not_fail_this_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "result.json").write_text("{}")
+    assert page.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"{tmp_path}: this run did not fail; its result is in result.json.\n"
+
+
+def test_the_usage_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert page.main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("Usage: python -m safetrain.page <run_dir>")
+
+
 def test_no_value_of_the_environment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "s3cret-7391")
     assert os.environ["MY_TOKEN"] not in json.dumps(failing.facts(failing.stuck(), tmp_path))
