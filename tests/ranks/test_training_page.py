@@ -166,6 +166,8 @@ def test_a_dataloader_by_default_and_what_it_keeps_of_its_own() -> None:
     assert [[len(labels) for _, labels in run.batches] for run in runs] == [[50] * 10] * 2
     assert all_points(runs) != points_of(spirals(1000, seed=1))  # shuffled
     assert len(set(all_points(runs))) == 1000
+    assert [len(run.warnings) for run in runs] == [1, 0]
+    assert runs[0].warnings[0].startswith("loader.batch_size, loader.shuffle: no effect")
     early = train("A DataLoader", policies=Policies())
     assert [len(run.batches) for run in early] == [10, 10]
     assert len(all_points(early)) == 1000
