@@ -144,6 +144,11 @@ class Checkpoint:
     at_failure_s: float = 60
     """The same for the save of the last whole step when ranks fail; 0: none."""
 
+    @property
+    def saves(self) -> bool:
+        """Whether a run is saved by itself."""
+        return bool(self.every_steps or self.every_minutes or self.every_epochs or self.at_end)
+
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
         at_least(self, "checkpoint", 1, "every_steps", "every_epochs", "keep_last")

@@ -51,9 +51,6 @@ class Keeper:
         self._checkpoints, self._options = checkpoints, options
         self._max_steps, self._config_text = max_steps, config_text
         self._keeps_time = rank == 0 and options.every_minutes is not None
-        self._saves_by_itself = bool(
-            options.every_steps or options.every_minutes or options.every_epochs or options.at_end
-        )
         feed.remembers = checkpoints is not None
         self._saved_at = monotonic()
         self._asked_here = self._agreed = self._planned = self._leaves = False
@@ -64,7 +61,7 @@ class Keeper:
         Raises:
             UsageError: naming it.
         """
-        if self._checkpoints is not None and self._saves_by_itself:
+        if self._checkpoints is not None and self._options.saves:
             snapshot = self.snapshot(0, 0)
             for state in (snapshot.shared, snapshot.own):
                 tree.rebuild(state, lambda _, tensor: tensor)

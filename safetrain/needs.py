@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from safetrain import limits
-from safetrain.finding import Finding, Job, Said, groups, of_hosts, ranks_of, size, spread, where, who
+from safetrain.finding import Finding, Job, Said, Verdict, groups, of_hosts, ranks_of, size, spread, where, who
 from safetrain.words import names_in_words, ranks_in_words
 
 _TOKEN = ".preflight"
@@ -53,9 +53,10 @@ class RunDir:
 
     name: str = "run_dir"
 
-    def look(self, here: Job) -> dict[str, str]:
+    def look(self, here: Job) -> dict[str, Any]:
         path = "" if here.run_dir is None else str(here.run_dir)
-        return {"path": path, "found": read_token(Path(path)) if path else "", "token": here.token}
+        found = read_token(Path(path)) if path else ""
+        return {"path": path, "found": found, "token": here.token, "saves": here.trainer.checkpoint.saves}
 
     def judge(self, said: Sequence[Said]) -> list[Finding]:
         paths = groups(said, lambda facts: facts["path"])
@@ -77,7 +78,9 @@ class RunDir:
             why = blind[0].facts["found"] if " " in blind[0].facts["found"] else "another file is there"
             words = f"{path} of {who(blind, said)} is not rank 0's: what rank 0 wrote there is not to be found ({why})."
             remedy = "Choose a directory on a file system that all machines share (hydra.run.dir=...)."
-            return [Finding(self.name, why, "refuse", ranks_of(blind), words, remedy)]
+            # without checkpoints there are only logs, and those can be anywhere
+            verdict: Verdict = "refuse" if said[0].facts["saves"] else "warn"
+            return [Finding(self.name, why, verdict, ranks_of(blind), words, remedy)]
         return [Finding(self.name, "the same for all" if len(said) > 1 else "can be written")]
 
 

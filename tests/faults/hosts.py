@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch.project import hear_ctrl_c
+
 LIMIT_S = 90.0  # for a whole command; six processes import torch on a loaded machine
 PORT = 29_555
 _NETNS = Path("/etc/netns")
@@ -67,6 +69,7 @@ class Host:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=hear_ctrl_c,
         )
         self.started.append(process)
         return process

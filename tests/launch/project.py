@@ -130,7 +130,7 @@ class Project:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_hear_ctrl_c,
+            preexec_fn=hear_ctrl_c,
         )
         self.started.append(process)
         return process
@@ -180,7 +180,7 @@ class Project:
         return True
 
 
-def _hear_ctrl_c() -> None:
+def hear_ctrl_c() -> None:
     """Tests may run in a shell's background, where SIGINT is ignored, and so it would be in what they start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -224,8 +224,8 @@ def test_batches() -> None:
 # --- the run directory ------------------------------------------------------------------------------------------------
 
 
-def run_dir(path: str = "/run", found: str = "t", token: str = "t") -> dict[str, str]:
-    return {"path": path, "found": found, "token": token}
+def run_dir(path: str = "/run", found: str = "t", token: str = "t", *, saves: bool = True) -> dict[str, Any]:
+    return {"path": path, "found": found, "token": token, "saves": saves}
 
 
 def test_a_token_is_left_found_and_removed(tmp_path: Path) -> None:
@@ -253,6 +253,8 @@ def test_a_path_that_means_another_disk_on_another_machine() -> None:
     found = only(RunDir().judge(said(run_dir(), blind, hosts=["a", "b"])))
     assert (found.verdict, found.ranks) == ("refuse", (1,))
     assert found.words.startswith("/run of rank 1 (b) is not rank 0's: ")
+    only_logs = [run_dir(saves=False), {**blind, "saves": False}]
+    assert only(RunDir().judge(said(*only_logs, hosts=["a", "b"]))).verdict == "warn"
 
 
 def test_a_run_directory_that_takes_no_file() -> None:
