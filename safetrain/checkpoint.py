@@ -32,6 +32,7 @@ logger = logging.getLogger("safetrain")
 
 _PATIENCE_S = 5.0  # a wait that is longer is told
 _LOOK_S = 0.25  # after a failure: between two looks whether a rank is gone
+_LAST_WORD_S = 2.5  # for a writer that has all it waits for: a little more than its farewell
 _GRACE_S = 30.0  # the writers keep to timeout_s by themselves, unless the disk holds them
 
 
@@ -119,6 +120,8 @@ class Checkpoints:
             return self._writer.wait(0)
         while (outcome := self._writer.wait(_LOOK_S)) is None:
             if gone := gone_ranks(at_once=True):
+                if (outcome := self._writer.wait(_LAST_WORD_S)) is not None:
+                    return outcome  # it had heard how the save ended, and left
                 raise CheckpointError(f"{ranks_in_words([one.rank for one in gone])} ended before it was written")
             if time.monotonic() > deadline:
                 raise CheckpointError(f"the disk under {self._shelf.folder} does not answer")

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -76,8 +77,11 @@ def _left(threads: set[threading.Thread], children: set[int]) -> list[str]:
 
 def _children() -> list[int]:
     tasks = Path("/proc/self/task")
-    files = [task / "children" for task in tasks.iterdir()] if tasks.exists() else []
-    return [int(pid) for file in files if file.exists() for pid in file.read_text().split()]
+    found: list[int] = []
+    for task in tasks.iterdir() if tasks.exists() else ():
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def command_of(pid: int) -> str:

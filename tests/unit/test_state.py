@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from safetrain import tree
-from safetrain.errors import CheckpointError
+from safetrain.errors import CheckpointError, UsageError
 from safetrain.keeping import metric_in
 from safetrain.metrics import MetricLog
 from safetrain.precision import BF16, FP16, FP32
@@ -293,12 +293,13 @@ class TestOwn:
         assert wanted == [True]
 
 
-def test_a_metric_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_metric_that_is_not_there_is_an_error_of_all_ranks() -> None:
     assert metric_in({"val/acc": 0.5}, "val/acc") == 0.5
     assert metric_in({}, "val/acc") is metric_in({"val/acc": 0.5}, None) is None
-    assert not caplog.text
-    assert metric_in({"val/accuracy": 0.5}, "val/acc") is None
-    assert "checkpoint.metric=val/acc: validation did not log it. Logged: val/accuracy." in caplog.text
+    words = "metric=val/acc: validation did not log it. Did you mean val/accuracy\\? Logged: val/accuracy."
+    with pytest.raises(UsageError, match=words) as told:
+        metric_in({"val/accuracy": 0.5}, "val/acc")
+    assert told.value.together
 
 
 def test_a_part_that_is_missing_or_extra_is_named() -> None:
