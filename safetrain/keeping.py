@@ -11,7 +11,6 @@ When ranks fail together, the state of the last whole step is saved by the same 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,8 +35,6 @@ from safetrain.report import Reporter
 from safetrain.snapshot import Snapshot
 from safetrain.state import RunState
 from safetrain.window import Window, WindowResult
-
-logger = logging.getLogger("safetrain")
 
 
 class Keeper:
