@@ -25,9 +25,8 @@ from safetrain.machines import environment_of, lost_in_words, verdict_on_machine
 from safetrain.orders import FAILED, JobEnded, Outcome, Published, TrainingFailed, exit_code_of
 from safetrain.rank_log import fresh_line
 from safetrain.run_dir import occupied, shown
-from safetrain.shelf import Shelf
 from safetrain.signals import Interrupted
-from safetrain.verdict import last_checkpoint, published, put_away
+from safetrain.verdict import last_checkpoint, newest_checkpoint, published, put_away
 
 _VARIES = re.compile(r"process \d+|for \d+ s")
 
@@ -68,7 +67,7 @@ def _train(config: Config, variables: Sequence[Variable], crew: Alone | Leader) 
                 break
             before, batch = _way_of_failing(run_dir), _batch_at_hand(run_dir)
             put_away(run_dir)
-            saved = _newest(run_dir)
+            saved = newest_checkpoint(run_dir)
             restart = f"Restart {number} of {config.launch.max_restarts}: {_from_where(config, saved)}."
             print(f"{fresh_line(sys.stderr)}{failed}\n", file=sys.stderr)
             print(restart, flush=True)
@@ -147,7 +146,7 @@ def _interrupted(by: Interrupted, config: Config, ranks: int) -> Published:
         return Published(verdict.publish(run_dir) or verdict.text(run_dir), verdict.exit_code)
     return Published(
         f"{text}\nThe ranks did not come to the end of a step in time. Run it again with resume=auto: "
-        f"{_from_where(config, _newest(run_dir))}.",
+        f"{_from_where(config, newest_checkpoint(run_dir))}.",
         Preempted.EXIT_CODE,
     )
 
@@ -160,7 +159,7 @@ def _way_of_failing(run_dir: Path) -> tuple[str, ...]:
     except (OSError, ValueError):  # the disk took no file, or half of it
         return ()
     sentence = _VARIES.sub("", facts["sentence"])
-    progress = "" if " at step " in sentence else _newest(run_dir)
+    progress = "" if " at step " in sentence else newest_checkpoint(run_dir)
     return sentence, facts["place"], facts["detail"], progress
 
 
@@ -180,12 +179,6 @@ def _poison(before: str, now: str) -> str:
         f"\nBoth times {now}. Look at these samples (failure.json has all of them), or leave them out: raise "
         "safetrain.SkipBatch in the dataset or in training_step."
     )
-
-
-def _newest(run_dir: Path) -> str:
-    """The name of the newest checkpoint; empty where there is none."""
-    saved = Shelf(run_dir / "checkpoints").readable()
-    return saved[0][0].name if saved else ""
 
 
 def _from_where(config: Config, saved: str) -> str:

@@ -107,7 +107,7 @@ def shares_in_words(seconds: Mapping[str, float]) -> str:
     """Such as ``backward 41 %, data 30 %, forward 29 %``; what is under 1 % is left out."""
     total = math.fsum(seconds.values())
     shares = sorted(((value / total, part) for part, value in seconds.items()), reverse=True) if total else []
-    return ", ".join(f"{part} {share:.0%}".replace("%", " %") for share, part in shares if share >= 0.01)
+    return ", ".join(f"{part} {_percent(share)}" for share, part in shares if share >= 0.01)
 
 
 def advice(seconds: Mapping[str, float], machine: Machine) -> str:

@@ -23,12 +23,13 @@ import torch
 
 from safetrain import __version__, machine, page
 from safetrain.failure import is_user_file
-from safetrain.orders import Published
+from safetrain.orders import FAILED, Published
 from safetrain.shelf import Shelf
 from safetrain.stacks import Frame
 
 _LOGS_TOLD = 4
-_FAILED = 1  # exit code
+_FILES = ("failure.txt", "failure.json", page.NAME, "failures")
+"""What is known of a failure: the text, the facts, the page, and the folder of the ranks' own records."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Verdict:
         """
         if run_dir is None:
             return self.text(None)
-        if self.exit_code == _FAILED and not self.kept:
+        if self.exit_code == FAILED and not self.kept:
             return replace(self, kept=last_checkpoint(run_dir))._write(run_dir)
         return self._write(run_dir)
 
@@ -120,7 +121,7 @@ class Verdict:
             with suppress(OSError):
                 _json_path(run_dir).unlink()  # half a file says nothing
             return f"{self.text(None)}\n{run_dir} takes no file: {error}\n"
-        if self.exit_code == _FAILED:
+        if self.exit_code == FAILED:
             with suppress(OSError):  # the text and the facts are there
                 page.write(run_dir, facts)
         return self.text(run_dir)
@@ -128,8 +129,14 @@ class Verdict:
 
 def last_checkpoint(run_dir: Path) -> str:
     """Where a run can go on, in words; empty where it has saved nothing that is good."""
+    saved = newest_checkpoint(run_dir)
+    return f"The last checkpoint is {saved}: go on with resume=auto." if saved else ""
+
+
+def newest_checkpoint(run_dir: Path) -> str:
+    """Its name; empty where there is none."""
     saved = Shelf(run_dir / "checkpoints").readable()
-    return f"The last checkpoint is {saved[0][0].name}: go on with resume=auto." if saved else ""
+    return saved[0][0].name if saved else ""
 
 
 def published(run_dir: Path) -> Published | None:
@@ -150,16 +157,15 @@ def told_by(run_dir: Path) -> str:
 def put_away(run_dir: Path) -> None:
     """Make way for the next verdict: one on a failure stays, as ``failure_1.txt`` or the next number."""
     told = published(run_dir)
-    if told is None or told.exit_code != _FAILED:  # half of one, or the run was told to leave
+    if told is None or told.exit_code != FAILED:  # half of one, or the run was told to leave
         _forget(run_dir)
         return
-    names = ("failure.txt", "failure.json", page.NAME, "failures")
     numbered = (
-        [path.with_name(f"{path.stem}_{number}{path.suffix}") for path in map(run_dir.joinpath, names)]
+        [path.with_name(f"{path.stem}_{number}{path.suffix}") for path in map(run_dir.joinpath, _FILES)]
         for number in itertools.count(1)
     )
     free = next(paths for paths in numbered if not any(path.exists() for path in paths))
-    for name, path in zip(names, free, strict=True):
+    for name, path in zip(_FILES, free, strict=True):
         if (run_dir / name).exists():
             (run_dir / name).rename(path)
     text, facts, drawn, _ = free
@@ -168,8 +174,9 @@ def put_away(run_dir: Path) -> None:
 
 
 def _forget(run_dir: Path) -> None:
-    shutil.rmtree(run_dir / "failures", ignore_errors=True)
-    for path in (_json_path(run_dir), run_dir / "failure.txt", run_dir / page.NAME):
+    *files, records = map(run_dir.joinpath, _FILES)
+    shutil.rmtree(records, ignore_errors=True)
+    for path in files:
         path.unlink(missing_ok=True)
 
 

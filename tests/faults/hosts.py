@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.project import hear_ctrl_c
+from tests.launch.project import in_a_session
 
 LIMIT_S = 90.0  # for a whole command; six processes import torch on a loaded machine
 PORT = 29_555
@@ -61,16 +61,8 @@ class Host:
 
     def start(self, folder: Path, *command: str, **environment: str) -> subprocess.Popen[str]:
         """Start a command in a session of its own."""
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", _IN_HOST, self.name, *command],
-            cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=hear_ctrl_c,
-        )
+        inside = ["ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", _IN_HOST, self.name, *command]
+        process = in_a_session(inside, folder, environment, stderr=subprocess.STDOUT)
         self.started.append(process)
         return process
 

@@ -122,16 +122,7 @@ class Project:
     def start(self, *arguments: str, program: list[str] | None = None, **environment: str) -> subprocess.Popen[str]:
         """Start ``python -m safetrain ARGUMENTS`` (or ``program``) in the folder, in a session of its own."""
         command = [*(program or [sys.executable, "-m", "safetrain"]), *arguments]
-        process = subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            preexec_fn=hear_ctrl_c,
-        )
+        process = in_a_session(command, self.folder, environment)
         self.started.append(process)
         return process
 
@@ -180,7 +171,23 @@ class Project:
         return True
 
 
-def hear_ctrl_c() -> None:
+def in_a_session(
+    command: list[str], folder: Path, environment: dict[str, str], *, stderr: int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    """Start a command in ``folder``, in a session of its own."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
+        preexec_fn=_hear_ctrl_c,
+    )
+
+
+def _hear_ctrl_c() -> None:
     """Tests may run in a shell's background, where SIGINT is ignored, and so it would be in what they start."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -41,7 +41,7 @@ def test_the_same_step_is_the_same_whatever_was_saved_before_it(
     killed = Verdict("Training failed: rank 1 (process 3) was killed by SIGKILL.", (1,))
     ways: list[list[tuple[str, ...]]] = [[], []]
     for saved in ("step_4", "step_6"):
-        monkeypatch.setattr(job, "_newest", lambda _run_dir, saved=saved: saved)
+        monkeypatch.setattr(job, "newest_checkpoint", lambda _run_dir, saved=saved: saved)
         for found, verdict in zip(ways, (None, killed), strict=True):
             folder = tmp_path / f"{saved}_{verdict is None}"
             folder.mkdir()
