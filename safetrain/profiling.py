@@ -113,7 +113,9 @@ class StepProfile:
 
     def _finish(self) -> None:
         """End the recording, write this rank's part, and have rank 0 look for the others'."""
-        assert self._run is not None and self._run.run_dir is not None and self._profiler is not None
+        assert self._run is not None
+        assert self._run.run_dir is not None
+        assert self._profiler is not None
         ACTIVITY.leave(self._entered)
         profiler, self._profiler = self._profiler, None
         self._recording, self._recorded = False, True

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 from safetrain.timing import shares_in_words
 from safetrain.trace_part import FLOW_IDS, LOOP_LANE, Call, Event, Header
@@ -222,7 +222,7 @@ def _append(file: TextIO, part: Path, shift_us: float) -> None:
                 event = json.loads(line)
                 if "ts" in event:
                     event["ts"] += shift_us
-                line = json.dumps(event, separators=(",", ":")) + "\n"  # noqa: PLW2901  as it is in the trace
+                line = json.dumps(event, separators=(",", ":")) + "\n"
             file.write(line[:-1] + ",\n")
 
 

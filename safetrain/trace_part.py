@@ -11,6 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -144,12 +145,12 @@ def _phases(marks: Sequence[Mark], rank: int, origin_ns: int) -> Iterator[Event]
     """A range for each phase between two marks, and one round those of a step."""
     at = {"ph": "X", "pid": rank, "tid": LOOP_LANE}
     first = 0
-    for index, (mark, after) in enumerate(zip(marks, marks[1:], strict=False)):
+    for index, (mark, after) in enumerate(pairwise(marks)):
         if after.step != mark.step or index == len(marks) - 2:
             times = _times(marks[first].ns, after.ns, origin_ns)
             yield {**at, "cat": "step", "name": f"step {mark.step}", **times}
             first = index + 1
-    for mark, after in zip(marks, marks[1:], strict=False):
+    for mark, after in pairwise(marks):
         name = _NAMES.get(mark.phase, mark.phase)
         yield {**at, "cat": "phase", "name": name, **_times(mark.ns, after.ns, origin_ns), "args": {"step": mark.step}}
 
