@@ -21,8 +21,9 @@ from safetrain.memory_growth import GrowthWatch
 from safetrain.timing import PARTS
 
 _PHASES = tuple(dict.fromkeys(PARTS.values()))
-_LOOKS_EVERY_S = 1.0  # a look at phases and limits costs 0.5 ms
+_LOOKS_EVERY_S = 1.0  # a look at phases and limits costs a millisecond
 _LOW_SHARE, _LOW_BYTES = 0.05, 2 << 30  # of the host's memory: less than either is close to the kernel's killer
+_WORTH_A_WORD = 1.05  # a phase's use, of the smallest one's
 _MIB = 1 << 20
 
 
@@ -165,7 +166,8 @@ class MemoryTable:
             said.append(f"{size(peaks[rank])} of {size(limit)} on the {kind} (rank {rank})")
         phases = self._by_phase[rank]  # of the device where there is one
         most = max(phases, key=phases.__getitem__)
-        where = f"; most of it in {most}, {size(phases[most])}" if phases[most] else ""
+        differ = phases[most] > _WORTH_A_WORD * min(filter(None, phases.values()), default=0.0) > 0
+        where = f"; most of it in {most}, {size(phases[most])}" if differ else ""
         return f"memory at its peak: {', '.join(said)}{where}."
 
     def _kinds(self) -> list[str]:

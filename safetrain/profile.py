@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safetrain.finding import size
+from safetrain.run_dir import shown
 from safetrain.trace_merge import Merged, merge, missing_in_words, unmerged
 
 TRACES = "traces"
@@ -18,7 +19,7 @@ def told(merged: Merged) -> str:
     """Where a trace is, how to open it, and what it shows."""
     number = f"step {merged.first}" if merged.first == merged.last else f"steps {merged.first}-{merged.last}"
     ranks = f"{len(merged.ranks)} rank{'s' * (len(merged.ranks) != 1)}"
-    lines = [f"profile: {number} of {ranks} in {merged.path} ({size(merged.path.stat().st_size)})"]
+    lines = [f"profile: {number} of {ranks} in {shown(merged.path)} ({size(merged.path.stat().st_size)})"]
     lines.append("  open it at https://ui.perfetto.dev or chrome://tracing; nothing is uploaded")
     if merged.missing:
         lines.append(f"  {missing_in_words(merged.missing)}; python -m safetrain.profile merges again what is there")

@@ -10,6 +10,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -96,6 +97,8 @@ def merge(traces: Path, name: str, parts: Sequence[Path]) -> Merged:
     if not missing:
         for part in parts:
             part.unlink()
+        with suppress(OSError):  # another trace's are there
+            (traces / PARTS_FOLDER).rmdir()
     words = in_words(headers, joins, offsets)
     first, last = min(one.first for one in headers), max(one.last for one in headers)
     return Merged(path, first, last, tuple(by_rank), missing, len(joins), clocks, words)

@@ -89,6 +89,7 @@ def test_a_table_of_all_ranks_is_summed_up_with_the_rank() -> None:
     for rank, one in enumerate(tables):
         meter = MemoryMeter(Activity(), torch.device("cpu"))
         meter.by_phase["forward"] = (rank + 1) * 10.0 * MIB
+        meter.by_phase["data"] = 8.0 * MIB
         meter.read = lambda rank=rank: Reading((rank + 1) * GIB, (rank + 2) * GIB, 6 * GIB - rank * GIB, 16 * GIB)  # type: ignore[method-assign,misc]
         rows.append(one.row(meter))
     summed = [a + b for a, b in zip(*rows, strict=True)]
@@ -96,7 +97,7 @@ def test_a_table_of_all_ranks_is_summed_up_with_the_rank() -> None:
         one.add(summed)
         assert one.metrics() == {
             "memory/host_peak_mib": 3 * 1024, "memory/host_peak_rank": 1.0, "memory/host_left_mib": 5 * 1024,
-            "memory/forward_mib": 20.0,
+            "memory/data_mib": 8.0, "memory/forward_mib": 20.0,
         }  # fmt: skip
         assert (
             one.summary() == "memory at its peak: 3 GiB of 16 GiB on the host (rank 1); most of it in forward, 20 MiB."
