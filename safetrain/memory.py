@@ -74,6 +74,10 @@ class MemoryMeter:
         cached = torch.cuda.memory_reserved(self._device) - allocated if self._on_gpu else 0
         return Reading(used, max(peak, used), left, limit, allocated, self._device_peak, free + cached, total)
 
+    def close(self) -> None:
+        """Look at nothing more."""
+        self._activity.leave(self._entered)
+
     def _entered(self, phase: str) -> None:
         """The phase before has ended."""
         part = PARTS.get(self._phase)

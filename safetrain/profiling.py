@@ -47,8 +47,7 @@ class StepProfile:
         self._start, self._count, self._stacks, self._shapes = start, count, stacks, shapes
         self._run: RunInfo | None = None
         self._profiler: profile | None = None
-        self._recording = self._recorded = self._ended = False
-        self._marks: list[Mark] = []
+        self._recorded = False
         self._merging: threading.Thread | None = None
         self._merge_until = 0.0
 
@@ -57,6 +56,8 @@ class StepProfile:
             logger.warning("profile: nothing is recorded, since the run has no directory to write to")
             return
         self._run, self._step = run, run.start_step
+        self._marks: list[Mark] = []
+        self._recording = self._recorded = self._ended = False
         self._first = max(self._start, run.start_step)
         self._last = self._first + self._count - 1
         self.step(run.start_step, 0)
@@ -141,15 +142,17 @@ class StepProfile:
         assert self._run is not None
         path.unlink(missing_ok=True)  # of an earlier process of this run
         since, until = self._marks[0].ns, self._marks[-1].ns
-        calls = [
-            Call(one.group, one.about, one.members, one.number, one.op, one.shapes, one.dtype, one.issued_ns, None)
+        calls = {  # in a CUDA build two recorders may hold the same
+            (one.group, one.number): Call(
+                one.group, one.about, one.members, one.number, one.op, one.shapes, one.dtype, one.issued_ns, None
+            )
             for one in last_collectives(_ALL_RECORDED)
             if one.issued_ns is not None and since <= one.issued_ns <= until
-        ]
+        }
         with tempfile.TemporaryDirectory(prefix="safetrain-") as folder:
             exported = Path(folder, "trace.json")
             profiler.export_chrome_trace(str(exported))
-            recorded = Recorded(json.loads(exported.read_bytes()), os.getpid(), self._marks, calls)
+            recorded = Recorded(json.loads(exported.read_bytes()), os.getpid(), self._marks, list(calls.values()))
         host = socket.gethostname()
         write_part(path, *build_part(recorded, self._run.rank, self._run.world_size, machine_of(host), host))
 

@@ -160,6 +160,7 @@ class Reporter:
 
     def close(self) -> None:
         """The run is over, well or not."""
+        self._meter.close()
         for observer in self._observers:
             observer.close()
 

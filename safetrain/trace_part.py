@@ -22,6 +22,7 @@ Event = dict[str, Any]
 LOOP_LANE, COLLECTIVES_LANE, DEVICE_LANE = 10**9, 10**9 + 1, 10**9 + 10**6
 """Thread ids of the lanes that are no threads; no system has so many threads."""
 _NAMES = {"training_step": "forward", "log": "logging", "save_checkpoint": "checkpoint"}
+_GAP_NS = 3  # viewers round to 1 ns: a slice that then ends after the next one begins would be drawn round it
 _IDS_PER_RANK = 1 << 33  # of arrows; numbers up to 2^53 are exact in every viewer
 FLOW_IDS = 1 << 52
 
@@ -94,11 +95,9 @@ def build_part(recorded: Recorded, rank: int, world_size: int, machine: str, hos
     origin_ns = int(recorded.trace.get("baseTimeNanoseconds", 0))
     events = list(_events_of_rank(recorded.trace["traceEvents"], recorded.pid, rank))
     calls = lanes(with_ends(recorded.calls, recorded.trace["traceEvents"], origin_ns))
-    phases = list(_phases(recorded.marks, rank, origin_ns))
     phase_us: dict[str, float] = defaultdict(float)
-    for event in phases:
-        if event["cat"] == "phase":
-            phase_us[event["name"]] += event["dur"]
+    for mark, after in pairwise(recorded.marks):
+        phase_us[_name(mark.phase)] += (after.ns - mark.ns) / 1000
     steps = [mark.step for mark in recorded.marks[:-1]]
     names = [
         _named("process_name", rank, 0, name=f"rank {rank} ({host}, process {recorded.pid})"),
@@ -109,6 +108,7 @@ def build_part(recorded: Recorded, rank: int, world_size: int, machine: str, hos
         names += _lane(rank, number, f"collectives: {about}", -1)
     header = Header(rank, world_size, machine, host, origin_ns, min(steps), max(steps), dict(phase_us),
                     self_times(recorded.trace["traceEvents"], recorded.pid), calls)  # fmt: skip
+    phases = _phases(recorded.marks, rank, origin_ns)
     return header, [*names, *events, *phases, *(_slice(call, rank, origin_ns) for call in calls)]
 
 
@@ -147,12 +147,16 @@ def _phases(marks: Sequence[Mark], rank: int, origin_ns: int) -> Iterator[Event]
     first = 0
     for index, (mark, after) in enumerate(pairwise(marks)):
         if after.step != mark.step or index == len(marks) - 2:
-            times = _times(marks[first].ns, after.ns, origin_ns)
+            times = _times(marks[first].ns, after.ns - _GAP_NS, origin_ns)
             yield {**at, "cat": "step", "name": f"step {mark.step}", **times}
             first = index + 1
     for mark, after in pairwise(marks):
-        name = _NAMES.get(mark.phase, mark.phase)
-        yield {**at, "cat": "phase", "name": name, **_times(mark.ns, after.ns, origin_ns), "args": {"step": mark.step}}
+        times = _times(mark.ns, after.ns - 2 * _GAP_NS, origin_ns)
+        yield {**at, "cat": "phase", "name": _name(mark.phase), **times, "args": {"step": mark.step}}
+
+
+def _name(phase: str) -> str:
+    return _NAMES.get(phase, phase)
 
 
 def with_ends(calls: Sequence[Call], events: Iterable[Mapping[str, Any]], origin_ns: int) -> list[Call]:
@@ -241,7 +245,7 @@ def _named(what: str, rank: int, lane: int, **args: Any) -> Event:
 
 
 def _times(begin_ns: int, end_ns: int, origin_ns: int) -> dict[str, float]:
-    return {"ts": (begin_ns - origin_ns) / 1000, "dur": (end_ns - begin_ns) / 1000}
+    return {"ts": (begin_ns - origin_ns) / 1000, "dur": max(0, end_ns - begin_ns) / 1000}
 
 
 def _ns(ts_us: float, origin_ns: int) -> int:

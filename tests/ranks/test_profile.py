@@ -10,10 +10,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import safetrain
 import safetrain.profiling
+from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
 from safetrain.profiling import StepProfile
 from safetrain.testing import differences, run_ranks
@@ -146,3 +148,39 @@ def test_a_run_that_ends_inside_the_window_has_what_it_had(tmp_path: Path) -> No
     assert "profile: step 3 of 2 ranks in" in said
     steps = {e["name"] for e in read(tmp_path)["traceEvents"] if e.get("cat") == "step"}
     assert steps == {"step 3"}
+
+
+class Fails(Classifier):
+    culprit = 0
+
+    def training_step(self, batch: Any) -> Any:
+        if self.step == START + 1 and self.comm.rank == self.culprit:
+            raise ValueError("bad label")
+        return super().training_step(batch)
+
+
+def fail(comm: Comm, run_dir: Path, culprit: int) -> str:
+    trainer = Fails(
+        mlp(),
+        dataset(64 * comm.world_size),
+        optimizer=momentum_sgd,
+        loader=safetrain.Loader(batch_size=4),
+        checkpoint=safetrain.Checkpoint(at_failure_s=0),
+        observers=[StepProfile(START, COUNT)],
+        run_dir=run_dir,
+    )
+    trainer.culprit = culprit
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(safetrain.SafetrainError):
+        trainer.fit()
+    assert not ACTIVITY.listeners
+    torch.autograd.profiler.profile(use_kineto=True).__enter__().__exit__(None, None, None)  # the recording has ended
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_failure_in_the_window_is_not_held_up(culprit: int, tmp_path: Path) -> None:
+    said, other = run_ranks(fail, 2, tmp_path, culprit)
+    assert f"profile: nothing is written: the run failed at step {START + 1}, while it was recorded" in said
+    assert "profile" not in other
+    assert not (tmp_path / "traces").exists()
