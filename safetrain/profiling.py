@@ -32,6 +32,7 @@ _PARTS_WITHIN_S = 60.0  # the others have been at the same step; writing takes s
 _AT_THE_END_WITHIN_S = 10.0
 _LONGEST_MERGE_S = 600.0  # of gigabytes
 _AFTER_A_FAILURE_S = 1.0  # what failed is to be told first
+_GRACE_S = 10.0
 _WRITE_LIMIT_S = 600.0
 _ALL_RECORDED = 1 << 30
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -91,7 +92,9 @@ class StepProfile:
         ACTIVITY.leave(self._entered)
         if self._merging is not None:
             self._merge_until = min(self._merge_until, monotonic() + _AT_THE_END_WITHIN_S)
-            self._merging.join(_LONGEST_MERGE_S if self._ended else _AFTER_A_FAILURE_S)
+            limit_s = _LONGEST_MERGE_S if self._ended else _AFTER_A_FAILURE_S
+            with ACTIVITY.within("save_profile", limit_s + _GRACE_S):
+                self._merging.join(limit_s)
         if not self._ended and not self._recorded:  # its own words come first, and must not wait for a file
             when = f"before profile.start={self._start}" if not self._recording else "while it was recorded"
             self._say(f"nothing is written: the run failed at step {self._step}, {when}")

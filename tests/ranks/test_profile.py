@@ -26,7 +26,7 @@ BUCKETS, BUFFER_BROADCASTS = 2, 2  # a step: 1 KiB each, the ballot in the last;
 PHASES = {"data", "sync_buffers", "forward", "backward", "vote", "optimizer", "logging", "checkpoint"}
 
 
-def train(comm: Comm, run_dir: Path, profile: bool, steps: int = 7) -> dict[str, torch.Tensor]:
+def train(comm: Comm, run_dir: Path, profile: bool, steps: int = 7, start: int = START) -> dict[str, torch.Tensor]:
     trainer = Classifier(
         mlp(norm=True),
         dataset(64 * comm.world_size),
@@ -35,7 +35,8 @@ def train(comm: Comm, run_dir: Path, profile: bool, steps: int = 7) -> dict[str,
         loader=safetrain.Loader(batch_size=4),
         checkpoint=safetrain.Checkpoint(every_steps=4, every_minutes=None),
         strategy=safetrain.DDPStrategy(bucket_cap_mb=0.001),
-        observers=[StepProfile(START, COUNT)] if profile else [],
+        observers=[StepProfile(start, COUNT)] if profile else [],
+        resume="auto",
         run_dir=run_dir,
     )
     trainer.fit()
@@ -148,6 +149,19 @@ def test_a_run_that_ends_inside_the_window_has_what_it_had(tmp_path: Path) -> No
     assert "profile: step 3 of 2 ranks in" in said
     steps = {e["name"] for e in read(tmp_path)["traceEvents"] if e.get("cat") == "step"}
     assert steps == {"step 3"}
+
+
+def go_on(comm: Comm, run_dir: Path) -> None:
+    train(comm, run_dir, profile=False, steps=4)
+    train(comm, run_dir, profile=True, steps=7, start=1)
+
+
+def test_a_run_that_goes_on_behind_the_window_records_its_first_steps(tmp_path: Path) -> None:
+    run_ranks(go_on, 2, tmp_path)
+    events = read(tmp_path)["traceEvents"]
+    for rank in (0, 1):
+        steps = [e["name"] for e in events if e.get("cat") == "step" and e["pid"] == rank]
+        assert steps == ["step 4", "step 5"]
 
 
 class Fails(Classifier):
