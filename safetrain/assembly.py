@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ from safetrain.errors import UsageError
 from safetrain.feed import Feed
 from safetrain.keeping import Keeper
 from safetrain.limits import cores
+from safetrain.out_of_memory import Census
 from safetrain.parts import Parts, UserCode
 from safetrain.precision import Clip
 from safetrain.reduction import Reduction
@@ -42,6 +45,14 @@ class Run:
     replicas: ReplicaAudit
     reporter: Reporter
     keeper: Keeper
+    census: Census
+
+    @contextmanager
+    def guarded(self, where: Callable[[], tuple[int, int]]) -> Iterator[None]:
+        """Round the loop: whatever ends it, what is whole is saved, what held the memory is told, observers are closed.
+        ``where``: step and epoch."""
+        with closing(self.reporter), self.census.on_the_way_out(), self.keeper.rescuing(where):
+            yield
 
 
 def assemble(trainer: Trainer) -> Run:
@@ -83,6 +94,7 @@ def assemble(trainer: Trainer) -> Run:
     seed_process(seed, comm.rank)
     replicas = ReplicaAudit(model, trainer.optimizers, trainer.precision, comm, trainer.audit.every_steps)
 
+    census = Census(model, trainer.optimizers, trainer.run_dir, comm.rank)
     parts = Parts(
         comm=comm,
         reduction=reduction,
@@ -91,6 +103,7 @@ def assemble(trainer: Trainer) -> Run:
         optimizers=trainer.optimizers,
         precision=trainer.precision,
         policies=trainer.policies,
+        census=census,
         accumulate=trainer.loop.accumulate,
         nominal_weight=trainer.loop.nominal_weight or feed.batch_size or 1,
     )
@@ -100,7 +113,9 @@ def assemble(trainer: Trainer) -> Run:
         state, window, feed, reporter, checkpoints, trainer.checkpoint,
         max_steps=trainer.loop.max_steps, rank=comm.rank, config_text=trainer.config_text,
     )  # fmt: skip
-    trainer._run = Run(window, reduction, val_feed, replicas, reporter, keeper)  # user code may validate from here on
+    trainer._run = Run(
+        window, reduction, val_feed, replicas, reporter, keeper, census
+    )  # user code may validate from here on
     if resumption is not None:
         resumption.take_over(trainer, state, replicas, reporter)
     replicas.run(trainer.step)

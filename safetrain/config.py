@@ -24,6 +24,7 @@ from safetrain.checks import (
 from safetrain.errors import ConfigError
 from safetrain.launch_config import Launch as Launch
 from safetrain.preflight_config import Preflight as Preflight
+from safetrain.profile_config import Profile
 from safetrain.variables import check_variable
 
 Node = Mapping[str, Any]
@@ -196,6 +197,7 @@ class Config:
     audit: Audit = field(default_factory=Audit)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     preflight: Preflight = field(default_factory=Preflight)
+    profile: Profile = field(default_factory=Profile)
     env: Mapping[str, Any] = field(default_factory=dict)
     """Environment variables of the ranks; null: as the shell has it. See safetrain/environ.py."""
     resume: str = "none"

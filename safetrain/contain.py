@@ -57,6 +57,7 @@ class Share:
     losses: list[tuple[str, torch.Tensor, int]] = field(
         default_factory=list
     )  # (name, detached mean, weight), for the log
+    census: Callable[[Exception], str] = lambda _: ""  # who holds the memory that there is none left of
 
     @property
     def spoiled(self) -> bool:
@@ -90,12 +91,13 @@ class Share:
         """
         if isinstance(error, (RankFailed, PeerFailed, RanksDiffer)) or is_communication_error(error):
             raise error
+        held = self.census(error) if is_out_of_memory(error) else ""
         traceback.clear_frames(error.__traceback__)
         where = place_of(error)
         if isinstance(error, SkipBatch):
             self.note(Outcome.SKIP, f"SkipBatch{_detail(error)} at {where}", phase)
         elif is_out_of_memory(error):
-            self.note(Outcome.OUT_OF_MEMORY, f"out of memory in {phase} at {where}{_detail(error)}", phase, error)
+            self.note(Outcome.OUT_OF_MEMORY, f"out of memory in {phase} at {where}{_detail(error)}{held}", phase, error)
             error.__traceback__ = None
             free_memory()
         else:

@@ -63,6 +63,7 @@ def number_of_ranks(config: Config) -> int:
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and gpus == 0:
         raise ConfigError("device=cuda: torch sees no GPU on this machine. Allowed here: auto, cpu.")
+    config.profile.check_device(gpus=gpus > 0)
     if asked == "auto":
         return gpus or _RANKS_WITHOUT_GPU
     if gpus and asked > gpus:

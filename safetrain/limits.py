@@ -48,6 +48,16 @@ def memory_left(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     return max(0, min(free))
 
 
+def memory_limit(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Bytes that all processes here may have together: the machine's memory, or less in a container."""
+    limits = [_meminfo(proc, "MemTotal")]
+    for controller, limit, _ in _MEMORY:
+        limits += [
+            most for folder in _groups(proc, cgroup, controller) if (most := _number(folder / limit)) is not None
+        ]
+    return min(limits)
+
+
 def open_files() -> int:
     """How many files this process may have open at a time."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -38,11 +38,15 @@ class RunInfo:
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
 
+OF_THE_MACHINE = ("timing", "memory")
+"""Kinds of events that depend on the machine: a run that goes on in another process has others."""
+
+
 @dataclass(frozen=True)
 class Event:
     """Something worth telling: metrics such as ``train/loss`` or ``val/accuracy``, or a text without the step."""
 
-    kind: Literal["train", "validation", "skip", "warning", "note", "checkpoint", "timing", "end"]
+    kind: Literal["train", "validation", "skip", "warning", "note", "checkpoint", "timing", "memory", "end"]
     step: int
     epoch: int  # from 0
     metrics: Mapping[str, float] = field(default_factory=dict)

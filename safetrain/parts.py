@@ -16,6 +16,7 @@ from safetrain.contain import Loss, Share
 from safetrain.errors import RankFailed, RanksDiffer, UsageError
 from safetrain.feed import Feed
 from safetrain.metrics import MetricLog
+from safetrain.out_of_memory import Census
 from safetrain.policies import Policies
 from safetrain.precision import Precision
 from safetrain.reduction import Reduction
@@ -62,6 +63,7 @@ class Parts:
     optimizers: Mapping[str, Optimizer]
     precision: Precision
     policies: Policies
+    census: Census
     accumulate: int  # micro-batches a window
     nominal_weight: int  # weight of a full micro-batch
 

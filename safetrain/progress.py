@@ -130,6 +130,7 @@ class ProgressBar:
                 "logs": ("logs", f"{here / 'logs'}/rank_*.log"),
                 "events": ("events.jsonl", str(here / "events.jsonl")),
                 "curves": ("tensorboard", f"tensorboard --logdir {here}"),
+                "traces": ("traces", f"{here / 'traces'}, for https://ui.perfetto.dev"),
             }
             rows += [(title, text) for title, (name, text) in places.items() if (run.run_dir / name).exists()]
         width = max(len(title) for title, _ in rows)

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
+from safetrain.memory import MemoryMeter, MemoryTable
 from safetrain.metrics import MetricLog
-from safetrain.observer import Event, Observer, RunInfo
+from safetrain.observer import OF_THE_MACHINE, Event, Observer, RunInfo
 from safetrain.timing import Machine, StepClock, TimeTable
 from safetrain.window import WindowResult
 
@@ -68,9 +69,13 @@ class Reporter:
         self._skipped_steps = 0
         self._events = 0
         self._clock, self._timing = StepClock(ACTIVITY), TimeTable(comm.rank, comm.world_size)
+        self._meter = MemoryMeter(ACTIVITY, comm.device)
+        self._memory = MemoryTable(comm.rank, comm.world_size, comm.local_world_size)
+        self._total_steps: int | None = None
         self.restart_clock()
 
     def start(self, run: RunInfo) -> None:
+        self._total_steps = run.total_steps
         for observer in self._observers:
             observer.start(run)
 
@@ -96,7 +101,11 @@ class Reporter:
             self._tell(Event("train", step, epoch, self._metrics(result, log)))
             if straggler := self._timing.straggler():
                 self._tell(Event("timing", step, epoch, text=str(straggler)))
+            for warning in self._memory.warnings(step, self._total_steps):
+                self._tell(Event("memory", step, epoch, text=warning))
             self.restart_clock()
+        if (step + 1) % self._log_every_steps == 0:
+            self._meter.look_at_next_step()
 
     def skipped(self, step: int, epoch: int, reason: str) -> None:
         """Window number ``step`` (from 0, as in messages) was dropped by all ranks."""
@@ -105,15 +114,19 @@ class Reporter:
 
     def _metrics(self, result: WindowResult, log: MetricLog) -> dict[str, float]:
         spent = {part: seconds / self._log_every_steps for part, seconds in self._clock.lap().items()}
+        times = self._timing.row(spent)
+        rows = [*times, *self._memory.row(self._meter)]
         # the vote compared the names of an applied window; else ranks may have logged different ones
         if result.applied and result.same_log_keys:
-            reduced, table = log.sum_fast(self._comm, beside=self._timing.row(spent))
+            reduced, table = log.sum_fast(self._comm, beside=rows)
         else:
-            reduced, table = log.reduce(self._comm), self._comm.sum_vector(self._timing.row(spent))
-        self._timing.add(table, self._log_every_steps)
+            reduced, table = log.reduce(self._comm), self._comm.sum_vector(rows)
+        self._timing.add(table[: len(times)], self._log_every_steps)
+        self._memory.add(table[len(times) :])
         log.clear()
         metrics = {f"train/{name}": value for name, value in reduced.items()}
         metrics |= {f"time/{part}_ms": 1000 * seconds for part, seconds in self._timing.mean_s.items()}
+        metrics |= self._memory.metrics()
         for name, optimizer in self._optimizers.items():
             suffix = "" if len(self._optimizers) == 1 else f"/{name}"
             metrics[f"train/lr{suffix}"] = float(optimizer.param_groups[0]["lr"])
@@ -141,10 +154,13 @@ class Reporter:
         ACTIVITY.enter("log")
         if summary := self._timing.summary(self._machine):
             self._tell(Event("timing", step, epoch, text=summary))
+        if memory := self._memory.summary():
+            self._tell(Event("memory", step, epoch, text=memory))
         self._tell(Event("end", step, epoch, metrics))
 
     def close(self) -> None:
         """The run is over, well or not."""
+        self._meter.close()
         for observer in self._observers:
             observer.close()
 
@@ -158,6 +174,6 @@ class Reporter:
             self._observers = observers
 
     def _tell(self, event: Event) -> None:
-        self._events += event.kind != "timing"  # those depend on the machine, and another process has others
+        self._events += event.kind not in OF_THE_MACHINE
         for observer in self._observers:
             observer.event(event)

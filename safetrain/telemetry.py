@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from safetrain.observer import Event, Observer, RunInfo
+from safetrain.observer import OF_THE_MACHINE, Event, Observer, RunInfo
 from safetrain.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _cut_off_events(path: Path, keep: int) -> None:
         return
     kept: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        is_start, counts = '"kind": "start"' in line, '"kind": "timing"' not in line
+        is_start, counts = '"kind": "start"' in line, not any(f'"kind": "{kind}"' in line for kind in OF_THE_MACHINE)
         if line.endswith("\n") and (is_start or keep > 0):  # a process that was killed may have left half a line
             kept.append(line)
             keep -= counts and not is_start

@@ -199,7 +199,7 @@ class Trainer:
         with self._ranks():
             self._stopped, self._stop_wanted, self.metrics, self._log = False, False, {}, MetricLog()
             run = assemble(self)
-            with contextlib.closing(run.reporter), run.keeper.rescuing(lambda: (self.step, self.epoch)):
+            with run.guarded(lambda: (self.step, self.epoch)):
                 while self.epoch < self.loop.epochs and (run.window.inside_epoch or not self._finished()):
                     if not run.window.inside_epoch:  # else the run goes on from a checkpoint inside it
                         ACTIVITY.enter("epoch_start")

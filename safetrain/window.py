@@ -139,7 +139,7 @@ class Window:
         self.opening.note()
         self._under_way = "before its step"
         self._follow_layout(step)
-        share = Share()
+        share = Share(census=self._parts.census.tell)
         tally = self.order.collect(step, self.applied_steps, share, phase)
         self._check_together(step, share, tally)
         ACTIVITY.enter("optimizer")
@@ -233,6 +233,7 @@ class Window:
             text = (
                 f"stopped at step {step}: {reason}{who}, {windows} window(s) in a row, and {key}={limit} allows "
                 f"{limit}. The warnings before this say where it comes from."
+                f"{self._parts.census.where(reason, troubled_rank)}"
             )
             raise together(TrainingStopped(text, step=step))
         return f"{reason}{who}"

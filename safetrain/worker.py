@@ -32,6 +32,7 @@ from safetrain.injection import Fault, inject
 from safetrain.peers import gone_ranks
 from safetrain.preflight_command import table, write_findings
 from safetrain.preflight_config import ONLY_CHECKS
+from safetrain.profile_config import Profile
 from safetrain.rank_log import RankLog, fresh_line, redirect_output
 from safetrain.report import Result
 from safetrain.retelling import retold, spread
@@ -64,7 +65,7 @@ def run(config: Config, *, tells: bool) -> None:
         ACTIVITY.restart("build")
         with watch(comm, config.watchdog, Path(config.run_dir), tells=tells):
             if scope := os.environ.get(ONLY_CHECKS):  # python -m safetrain.preflight
-                result = _look(replace(config, observers={}), comm, whole_job=scope == "job")
+                result = _look(replace(config, observers={}, profile=Profile()), comm, whole_job=scope == "job")
             else:
                 result = _train(config, comm)
         if comm.rank == 0:
@@ -126,7 +127,7 @@ def blueprint(config: Config) -> dict[str, Any]:
             "metric": config.checkpoint.metric or config.metric,
         },
         "resume": config.resume,
-        "observers": [node for node in config.observers.values() if node is not None],
+        "observers": [*filter(None, config.observers.values()), *config.profile.observers()],
         "seed": config.seed,
         "device": config.device,
         "run_dir": {"_target_": "pathlib.Path", "_args_": [config.run_dir]},

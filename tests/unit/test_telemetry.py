@@ -127,7 +127,8 @@ def test_events_of_a_resumed_run_have_no_gap_and_no_duplicate(tmp_path: Path) ->
     cut = EventLog()
     cut.start(run_info(tmp_path))
     timing = Event("timing", 10, 0, text="a step took 3 ms")  # another process may have none, or others: not counted
-    for event in (TOLD[0], timing, *TOLD[1:4], timing):
+    memory = Event("memory", 10, 0, text="memory will run out: ...")
+    for event in (TOLD[0], timing, memory, *TOLD[1:4], timing):
         cut.event(event)
     cut.close()
     with (tmp_path / "events.jsonl").open("a") as file:
@@ -137,7 +138,7 @@ def test_events_of_a_resumed_run_have_no_gap_and_no_duplicate(tmp_path: Path) ->
     for event in TOLD[2:]:
         resumed.event(event)
     resumed.close()
-    kept = [("start", 0), ("train", 10), ("timing", 10), ("validation", 12)]
+    kept = [("start", 0), ("train", 10), ("timing", 10), ("memory", 10), ("validation", 12)]
     assert told_in(tmp_path) == [*kept, ("start", 12)] + [(event.kind, event.step) for event in TOLD[2:]]
 
 
