@@ -32,7 +32,8 @@ LAUNCHER = "launcher"
 """The place that is no rank: the rank only tells when the time has come, and chaos sends the launcher a signal."""
 
 _METHODS = (
-    "training_step", "validation_step", "on_epoch_start", "build_model", "build_train_data", "build_optimizers",
+    "training_step", "validation_step", "on_epoch_start", "on_train_end", "build_model", "build_train_data",
+    "build_optimizers",
 )  # fmt: skip
 PLACES = (*_METHODS, "rank_zero", "dataset", "collate", "backward", "optimizer", LAUNCHER)
 
