@@ -2,12 +2,12 @@
 
     python -m safetrain recipe=finetune_ddp
 
-The old part has learned the handwritten digits 0 to 4, in a few seconds on rank 0, and is to tell 5 to 9 from each other.
+The old part has learned the handwritten digits 0 to 4, in a few seconds on rank 0, and is to tell 5 to 9 apart.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,15 +29,18 @@ class FineTuner(Trainer):
         pretrain_epochs: passes over the digits 0 to 4 from which the backbone is to learn something.
     """
 
+    model: Network
+
     def __init__(self, *, unfreeze_epoch: int, backbone_lr: float, pretrain_epochs: int, **parts: Any) -> None:
         super().__init__(**parts)
         self.unfreeze_epoch, self.backbone_lr, self.pretrain_epochs = unfreeze_epoch, backbone_lr, pretrain_epochs
 
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
+    def build_model(self) -> Network:
+        model = cast(Network, super().build_model())
         with self.rank_zero("pretrain") as mine:  # all ranks start from rank 0's weights: the others need none
             if mine:
-                pretrain(model.backbone, *digits("train", first=0).tensors, epochs=self.pretrain_epochs)
+                images, labels = digits("train", first=0).tensors
+                pretrain(model.backbone, images, labels, self.pretrain_epochs)
         return model
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -92,7 +95,7 @@ def pretrain(backbone: nn.Module, images: Tensor, labels: Tensor, epochs: int) -
 
 
 def digits(split: Literal["train", "val"], first: int) -> TensorDataset:
-    """Of scikit-learn's handwritten digits ``first`` to ``first + 4``, labelled from 0; every fifth is for validation."""
+    """The digits ``first`` to ``first + 4`` of scikit-learn, labelled from 0; every fifth is for validation."""
     from sklearn.datasets import load_digits  # 1.5 s to import: only where the digits are used
 
     loaded = load_digits()

@@ -54,6 +54,9 @@ class Pair(nn.Module):
         width: of the hidden layers; ``noise``: how many random numbers a digit is drawn from.
     """
 
+    class_means: Tensor  # classes x 64
+    real_spread: Tensor  # scalar: how far a real digit is from the mean of its class
+
     def __init__(self, width: int = 128, noise: int = 16) -> None:
         super().__init__()
         self.noise = noise

@@ -2,8 +2,8 @@
 
     python -m safetrain recipe=gpt_ddp
 
-A sample is a block of one file: ``context`` bytes, and for each the byte that follows it. A file's last block is shorter
-and padded; the loss is a mean over real bytes, so its weight is their number.
+A sample is a block of one file: ``context`` bytes, and for each the byte that follows it. A file's last block is
+shorter, and padded; the loss is a mean over real bytes, so its weight is their number.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Writer(Trainer):
 class GPT(nn.Module):
     """Scores of the next byte after each of up to ``context`` bytes: ``samples x bytes x 256``."""
 
-    def __init__(self, context: int, width: int = 128, heads: int = 4, layers: int = 4) -> None:
+    def __init__(self, context: int, width: int = 128, heads: int = 4, layers: int = 3) -> None:
         super().__init__()
         self.context = context
         self.bytes = nn.Embedding(BYTES, width)

@@ -39,7 +39,7 @@ class Reader(Trainer):
         self.folder, self.files = Path(folder), files
 
     def build_train_data(self) -> IterableDataset[Sample]:
-        with self.rank_zero("write the digits") as mine:  # the others wait here, and not for files that are half written
+        with self.rank_zero("write the digits") as mine:  # no other rank sees half a file
             if mine and not self.folder.exists():
                 write_digits(self.folder, self.files)
         return Lines(self.folder, "train", shuffle=True)
@@ -59,7 +59,7 @@ class Reader(Trainer):
 
 
 class Lines(IterableDataset[Sample]):
-    """The lines of the files ``<split>_*.txt``. Each loader process of each rank reads whole files, no two the same one.
+    """The lines of the files ``<split>_*.txt``. Each loader process of each rank reads files of its own.
 
     Shuffled, both the order of the files and the lines of a file change from epoch to epoch; all processes deal out the
     same order of files.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from safetrain.errors import UsageError
 from safetrain.words import names_in_words
@@ -93,6 +93,17 @@ def build_schedulers(
 
 
 def _one_scheduler(given: Callable[..., LRScheduler], optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
+    made = _made_scheduler(given, optimizer, total_steps)
+    if isinstance(made, ReduceLROnPlateau):
+        raise UsageError(
+            "scheduler: ReduceLROnPlateau is stepped with a metric, and no metric is there after each step. Make it in "
+            "build_schedulers, return {} there, and step it in on_epoch_start with one of self.metrics "
+            "(docs/training.md, Schedulers)."
+        )
+    return made
+
+
+def _made_scheduler(given: Callable[..., LRScheduler], optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
     wanted = inspect.signature(given).parameters.get("total_steps")
     if wanted is None or wanted.default not in (None, inspect.Parameter.empty):
         return given(optimizer)

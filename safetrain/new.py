@@ -2,8 +2,8 @@
 
     python -m safetrain.new my_project
 
-my_project/my_project.py has a Trainer subclass, a model and a data set, my_project/recipe/my_project.yaml says how they are
-trained. Nothing that is there already is changed. Exit codes: 0 written, 1 it can't be written, 2 wrong use.
+my_project/my_project.py has a Trainer subclass, a model and a data set, my_project/recipe/my_project.yaml says how they
+are trained. Nothing that is there already is changed. Exit codes: 0 written, 1 it can't be written, 2 wrong use.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def write(folder: Path) -> str:
         path.write_text(text.replace("my_project", name).replace("MyProject", class_name), encoding="utf-8")
     width = len(str(recipe))
     return (
-        f"{str(code):<{width}}  the Trainer, the model, the data\n{str(recipe):<{width}}  how it is trained\n\n"
+        f"{code!s:<{width}}  the Trainer, the model, the data\n{recipe}  how it is trained\n\n"
         f"Train it, on two processes or on every GPU there is:\n\n"
         f"  cd {folder} && python -m safetrain recipe={name}"
     )

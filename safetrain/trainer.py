@@ -151,7 +151,7 @@ class Trainer:
         return self._given_val_data
 
     def parameter_groups(self) -> Iterable[Any]:
-        """What an only optimizer is made with: parameters, or dicts of ``params`` with an ``lr`` or such of their own."""
+        """What the only optimizer is made with: parameters, or dicts of ``params`` with an ``lr`` of their own."""
         return self.model.parameters()  # frozen ones too: nothing moves them, and they may be unfrozen later
 
     def build_optimizers(self) -> dict[str, Optimizer]:

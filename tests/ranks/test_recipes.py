@@ -7,6 +7,7 @@ import io
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def test_a_gan_takes_turns(world_size: int, tmp_path: Path) -> None:
     runs = train(config, world_size)
     for run in runs:
         states = [weights for _, _, weights in run.steps] + [run.end]
-        for step, (before, after) in enumerate(zip(states, states[1:], strict=False)):
+        for step, (before, after) in enumerate(pairwise(states)):
             moved = {name.partition(".")[0] for name in before if not torch.equal(before[name], after[name])}
             assert moved == {"generator" if step % 2 else "critic"}
         first, last = (event.metrics["train/loss/critic"] for event in run.told if event.kind == "train")
