@@ -23,7 +23,7 @@ from safetrain.comm import Comm
 from safetrain.config import Config
 from safetrain.testing import differences, run_ranks
 from safetrain.worker import build
-from tests.ranks.toys import assert_same, state
+from tests.ranks.toys import assert_close, assert_same, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
 
@@ -185,7 +185,7 @@ def test_a_stream_that_is_cut_in_an_epoch_goes_on_where_it_was(world_size: int, 
     for one, other in zip(straight, resumed, strict=True):
         assert differences(one.batches[-len(other.batches) :], other.batches) == []
         assert other.steps[0][1] == 5
-        assert differences(one.end, other.end) == []
+        assert_close(other.end, one.end, 0.0 if world_size == 2 else 1e-5)  # see docs/checkpoints.md
 
 
 def test_a_gan_takes_turns(world_size: int, tmp_path: Path) -> None:
