@@ -197,7 +197,7 @@ def test_a_gan_takes_turns(world_size: int, tmp_path: Path) -> None:
             moved = {name.partition(".")[0] for name in before if not torch.equal(before[name], after[name])}
             assert moved == {"generator" if step % 2 else "critic"}
         first, last = (event.metrics["train/loss/critic"] for event in run.told if event.kind == "train")
-        assert last < first < 2 * math.log(2)
+        assert 0.5 < first < last < 2 * math.log(2)  # the critic learns first, and is then fooled more and more
         assert set(run.result.metrics) == {"val/as_asked", "val/spread"}
 
 
