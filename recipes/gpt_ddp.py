@@ -50,7 +50,7 @@ class Writer(Trainer):
         self.log("loss", F.cross_entropy(self.model(seen)[real].float(), following[real], reduction="none"))
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay is for matrices; without it a norm's or a bias' numbers would be pulled to zero, too."""
+        """Weight decay is for matrices: the numbers of a norm or a bias are not to be pulled to zero."""
         vectors = [weight for weight in self.model.parameters() if weight.dim() < 2]
         matrices = [weight for weight in self.model.parameters() if weight.dim() >= 2]
         return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]

@@ -48,7 +48,7 @@ def test_a_new_project_runs_as_it_is_told(tmp_path: Path) -> None:
 def test_a_recipe_comes_to_what_its_first_lines_say(recipe: str, tmp_path: Path) -> None:
     head = (ROOT / f"configs/recipe/{recipe}.yaml").read_text().partition("\n\n")[0]
     command = re.search(r"^# +(python -m safetrain recipe=\w+)$", head, flags=re.MULTILINE)
-    goals = re.findall(r"(val/\w+) ([<>]) ([\d.]+)", head)
+    goals = re.findall(r"(val/\w+) ([<>]) (\d+(?:\.\d+)?)", head)
     assert command is not None
     assert goals
     shown = run(f"{command[1]} device=cpu", tmp_path)
