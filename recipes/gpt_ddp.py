@@ -35,6 +35,8 @@ class Writer(Trainer):
         prompt: what the sample begins with; ``sample_bytes``: how many bytes are added to it.
     """
 
+    model: GPT
+
     def __init__(self, *, prompt: str = "def ", sample_bytes: int = 300, **parts: Any) -> None:
         super().__init__(**parts)
         self.prompt, self.sample_bytes = prompt, sample_bytes
@@ -103,13 +105,11 @@ class Block(nn.Module):
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: bytes, count: int) -> bytes:
+def generate(model: GPT, prompt: bytes, count: int) -> bytes:
     """``prompt`` and ``count`` bytes that the model draws after it. Draws from torch's generator."""
-    weight = next(model.parameters())
-    context = int(model.get_parameter("places.weight").shape[0])
     text = list(prompt)
     for _ in range(count):
-        scores = model(torch.tensor([text[-context:]], device=weight.device))[0, -1]
+        scores = model(torch.tensor([text[-model.context :]], device=model.bytes.weight.device))[0, -1]
         text.append(int(torch.multinomial(scores.float().softmax(0), 1)))
     return bytes(text)
 
