@@ -1,8 +1,8 @@
 """What this process is doing right now: plain attributes, written by the loop and read by the watchdog's thread.
 
 Phases of the loop: start, build, epoch_start, data, sync_buffers, training_step, backward, vote, optimizer, log,
-validation_start, validation, save_checkpoint, load_checkpoint, save_profile; ``rank_zero:<name>``, ``barrier:<name>``
-for meetings; ``paused`` at a breakpoint. To enter one costs 0.2 µs and counts as progress.
+validation_start, validation, save_checkpoint, load_checkpoint, save_profile, train_end; ``rank_zero:<name>``,
+``barrier:<name>`` for meetings; ``paused`` at a breakpoint. To enter one costs 0.2 µs and counts as progress.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ once."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from safetrain.errors import UsageError
 from safetrain.words import names_in_words
@@ -22,11 +22,13 @@ ONLY = "optimizer"
 """The name of an optimizer that is the only one."""
 
 
-def build_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
+def build_optimizers(
+    given: Any, model: nn.Module, groups: Callable[[], Iterable[Any]] | None = None
+) -> dict[str, Optimizer]:
     """Optimizers by name.
 
-    ``given`` is an Optimizer; or called with the model's parameters; or a mapping from the name of a submodule of
-    ``model`` to either of these, called with that submodule's parameters.
+    ``given`` is an Optimizer; or called with what ``groups`` returns, the model's parameters by default; or a mapping
+    from the name of a submodule of ``model`` to either of these, called with that submodule's parameters.
     """
     if isinstance(given, Mapping):
         built = {}
@@ -38,18 +40,17 @@ def build_optimizers(given: Any, model: nn.Module) -> dict[str, Optimizer]:
                 raise UsageError(
                     f"optimizer {name!r}: the model has no submodule of that name; it has {parts}"
                 ) from error
-            built[name] = _one_optimizer(one, part)
+            built[name] = _one_optimizer(one, part.parameters)
         return built
-    return {ONLY: _one_optimizer(given, model)}
+    return {ONLY: _one_optimizer(given, groups or model.parameters)}
 
 
-def _one_optimizer(given: Optimizer | Callable[[Any], Optimizer], module: nn.Module) -> Optimizer:
+def _one_optimizer(given: Optimizer | Callable[[Any], Optimizer], groups: Callable[[], Iterable[Any]]) -> Optimizer:
     if isinstance(given, Optimizer):
         return given
     if not callable(given):
         raise UsageError(f"optimizer={given!r}: give a callable, such as functools.partial(torch.optim.SGD, lr=0.1)")
-    # frozen parameters too: they have no gradient, so nothing moves them, and they may be unfrozen later
-    optimizer: Optimizer = given(module.parameters())
+    optimizer: Optimizer = given(groups())
     _step_on_lists(optimizer)
     return optimizer
 
@@ -92,6 +93,17 @@ def build_schedulers(
 
 
 def _one_scheduler(given: Callable[..., LRScheduler], optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
+    made = _made_scheduler(given, optimizer, total_steps)
+    if isinstance(made, ReduceLROnPlateau):
+        raise UsageError(
+            "scheduler: ReduceLROnPlateau is stepped with a metric, and no metric is there after each step. Make it in "
+            "build_schedulers, return {} there, and step it in on_epoch_start with one of self.metrics "
+            "(docs/training.md, Schedulers)."
+        )
+    return made
+
+
+def _made_scheduler(given: Callable[..., LRScheduler], optimizer: Optimizer, total_steps: int | None) -> LRScheduler:
     wanted = inspect.signature(given).parameters.get("total_steps")
     if wanted is None or wanted.default not in (None, inspect.Parameter.empty):
         return given(optimizer)

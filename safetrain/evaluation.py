@@ -9,7 +9,7 @@ So it can also be left at any batch, each rank at one of its own: what it gave i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,10 +17,35 @@ from torch import nn
 from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
 from safetrain.contain import Share
-from safetrain.errors import DataError, PeerFailed, RankFailed, together
+from safetrain.errors import DataError, PeerFailed, RankFailed, UsageError, together
 from safetrain.feed import Feed, Fetched
 from safetrain.metrics import MetricLog
 from safetrain.precision import Precision
+
+if TYPE_CHECKING:
+    from safetrain.trainer import Trainer
+
+
+def validate(trainer: Trainer, leaves: Callable[[], bool]) -> dict[str, float] | None:
+    """The metrics of a trainer that fits, told to its observers; None where some rank ``leaves``."""
+    run, log = trainer._run, MetricLog()
+    if run.val_feed is None:
+        raise UsageError("validate() needs validation data: give val_data, or override build_val_data")
+    ACTIVITY.enter("validation_start")
+    run.reduction.share_buffers()
+    train_log, trainer._log = trainer._log, log
+    try:
+        metrics = evaluate(
+            trainer.model, run.val_feed, trainer.validation_step, log, trainer.precision, trainer.comm,
+            step=trainer.step, forward_communicates=trainer.strategy.forward_communicates, leaves=leaves,
+        )  # fmt: skip
+    finally:
+        trainer._log = train_log
+    if metrics is not None:
+        derived = trainer.derived_metrics({name.removeprefix("val/"): value for name, value in metrics.items()})
+        metrics |= {f"val/{name}": float(value) for name, value in derived.items()}
+        run.reporter.validation(trainer.step, trainer.epoch, metrics)
+    return metrics
 
 
 def evaluate(

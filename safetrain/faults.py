@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetrain.errors import SkipBatch
+
 if TYPE_CHECKING:
     from safetrain.trainer import Trainer
 
@@ -24,6 +26,10 @@ _FOREVER_S = 3600
 
 def _raise(_trainer: Trainer, _mine: bool) -> None:
     raise RuntimeError("injected by safetrain.chaos")
+
+
+def _skip(_trainer: Trainer, _mine: bool) -> None:
+    raise SkipBatch("injected by safetrain.chaos")
 
 
 def _raise_disk_full(_trainer: Trainer, _mine: bool) -> None:
@@ -140,6 +146,7 @@ ON_ALL_RANKS = frozenset(_COLLECTIVES)
 
 FAULTS: dict[str, Callable[[Trainer, bool], None]] = {
     "raise": _raise,
+    "skip": _skip,
     "disk_full": _raise_disk_full,
     "too_many_files": _run_out_of_files,
     "out_of_memory": _run_out_of_memory,

@@ -32,7 +32,8 @@ LAUNCHER = "launcher"
 """The place that is no rank: the rank only tells when the time has come, and chaos sends the launcher a signal."""
 
 _METHODS = (
-    "training_step", "validation_step", "on_epoch_start", "build_model", "build_train_data", "build_optimizers",
+    "training_step", "validation_step", "on_epoch_start", "on_train_end", "build_model", "build_train_data",
+    "build_optimizers",
 )  # fmt: skip
 PLACES = (*_METHODS, "rank_zero", "dataset", "collate", "backward", "optimizer", LAUNCHER)
 
@@ -184,9 +185,25 @@ def _build_loader(build: Callable[..., DataLoader[Any]], trigger: _Trigger, at: 
     if kwargs["train"] and at == "collate":
         loader.collate_fn = partial(trigger.call, loader.collate_fn)
     elif kwargs["train"]:
-        share = type(loader.dataset)
-        reads = "__getitem__" if hasattr(share, "__getitem__") else "__iter__"
-        read = getattr(share, reads)
+        from torch.utils.data import IterableDataset
+
+        share: Any = type(loader.dataset)
+        stream = isinstance(loader.dataset, IterableDataset)  # its class has a __getitem__, too, which nobody calls
+        watched = {
+            "__iter__": lambda self: _Watched(trigger, share.__iter__(self)),
+            "__getitem__": lambda *a: trigger.call(share.__getitem__, *a),
+        }
+        name = "__iter__" if stream else "__getitem__"
         # of the class, since that is where Python looks for it; a class of its own, since there is a validation loader
-        loader.dataset.__class__ = type(share.__name__, (share,), {reads: lambda *a: trigger.call(read, *a)})
+        loader.dataset.__class__ = type(share.__name__, (share,), {name: watched[name]})
     return loader
+
+
+class _Watched(Iterator[Any]):
+    """A stream's items; the fault strikes while one of them is read."""
+
+    def __init__(self, trigger: _Trigger, items: Iterator[Any]) -> None:
+        self._trigger, self._items = trigger, items
+
+    def __next__(self) -> Any:
+        return self._trigger.call(next, self._items)

@@ -121,8 +121,8 @@ class ProgressBar:
         for name in self._validations[-1].metrics if self._validations else ():
             history = [(event.metrics[name], event.epoch + 1) for event in self._validations if name in event.metrics]
             (low, low_at), (high, high_at) = (pick(history, key=itemgetter(0)) for pick in (min, max))
-            extremes = f"(lowest {low:.4g} in epoch {low_at}, highest {high:.4g} in epoch {high_at})"
-            rows.append((name, f"{history[-1][0]:.4g}  {extremes}"))
+            extremes = f"  (lowest {low:.4g} in epoch {low_at}, highest {high:.4g} in epoch {high_at})"
+            rows.append((name, f"{history[-1][0]:.4g}{'' if low == high else extremes}"))
         if run.run_dir is not None:
             here = run.run_dir.relative_to(Path.cwd()) if run.run_dir.is_relative_to(Path.cwd()) else run.run_dir
             places = {

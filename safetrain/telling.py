@@ -13,6 +13,7 @@ _DOING = {
     "build": "building",
     "log": "logging",
     "epoch_start": "in on_epoch_start",
+    "train_end": "in on_train_end",
     "vote": "in the vote",
     "optimizer": "in the optimizer step",
 }

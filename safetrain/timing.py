@@ -23,6 +23,7 @@ PARTS = {
 OWN_WORK = ("data", "forward", "backward")
 """What a rank does by itself: the wait for the others makes all ranks' steps equally long, so it must not count."""
 
+_LEAST_STEPS = 10  # in one step any rank may be late
 _WORTH_ADVICE_S = 10.0  # what a shorter run spends its time on says little about a longer one
 
 
@@ -58,7 +59,8 @@ class TimeTable:
         self._rank, self._world_size = rank, world_size
         self._steps = 0
         self._watch = StragglerWatch()
-        self._work: list[dict[str, float]] = []
+        self._work: list[dict[str, float]] = []  # by rank; seconds in the steps of which nobody has been told yet
+        self._untold_steps = 0
         self._total_s = dict.fromkeys(PARTS.values(), 0.0)
         self._intervals = 0
         self.mean_s: dict[str, float] = {}
@@ -73,15 +75,26 @@ class TimeTable:
         """The sum of all ranks' rows, of an interval of ``steps``."""
         parts, own = summed[: len(self._total_s)], summed[len(self._total_s) :]
         self.mean_s = {part: total / self._world_size for part, total in zip(self._total_s, parts, strict=True)}
-        self._work = [dict(zip(OWN_WORK, own[at:], strict=False)) for at in range(0, len(own), len(OWN_WORK))]
+        work = [dict(zip(OWN_WORK, own[at:], strict=False)) for at in range(0, len(own), len(OWN_WORK))]
+        untold = self._work or [dict.fromkeys(OWN_WORK, 0.0) for _ in work]
+        self._work = [
+            {part: before[part] + steps * now[part] for part in OWN_WORK}
+            for before, now in zip(untold, work, strict=True)
+        ]
+        self._untold_steps += steps
         for part, seconds in self.mean_s.items():
             self._total_s[part] += seconds
         self._intervals += 1
         self._steps += steps
 
     def straggler(self) -> Straggler | None:
-        """To be asked once an interval: a rank to name now."""
-        return self._watch.judge(self._work)
+        """To be asked once an interval: a rank to name now. Of fewer than 10 steps it is not asked, but of the next
+        ones together with them."""
+        if self._untold_steps < _LEAST_STEPS:
+            return None
+        work = [{part: seconds / self._untold_steps for part, seconds in own.items()} for own in self._work]
+        self._work, self._untold_steps = [], 0
+        return self._watch.judge(work)
 
     def summary(self, machine: Machine) -> str:
         """How long a step took, where the time went, and what to change; empty where nothing was measured."""

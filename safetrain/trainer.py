@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from safetrain.comm import Comm, How
 from safetrain.config import Audit, Checkpoint, Loader, Loop, Preflight, Watchdog
 from safetrain.contain import Loss
 from safetrain.errors import DataError, Preempted, UsageError
-from safetrain.evaluation import evaluate
+from safetrain.evaluation import validate
 from safetrain.metrics import MetricLog
 from safetrain.observer import Observer
 from safetrain.peers import someone_failed
@@ -125,6 +125,14 @@ class Trainer:
     def on_epoch_start(self) -> None:
         """Called on every rank before an epoch's first batch; the place to freeze or unfreeze parameters."""
 
+    def on_train_end(self) -> None:
+        """Called on every rank when all is trained, validated and saved; the model is in eval mode."""
+
+    def derived_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """More metrics of a validation, from those over all ranks by the names they were logged by: a perplexity, F1.
+        Called on every rank."""
+        return {}
+
     def accept_batch(self, batch: Any) -> bool:
         """Where forward communicates, a batch can only be left out before it: return False here."""
         return True
@@ -142,9 +150,14 @@ class Trainer:
     def build_val_data(self) -> Dataset[Any] | DataLoader[Any] | None:
         return self._given_val_data
 
+    def parameter_groups(self) -> Iterable[Any]:
+        """What the only optimizer is made with: parameters, or dicts of ``params`` with an ``lr`` of their own."""
+        return self.model.parameters()  # frozen ones too: nothing moves them, and they may be unfrozen later
+
     def build_optimizers(self) -> dict[str, Optimizer]:
         """Optimizers by name; ``self.model`` is on its device."""
-        return build_optimizers(needed(self, "optimizer", self._given_optimizer, "build_optimizers"), self.model)
+        given = needed(self, "optimizer", self._given_optimizer, "build_optimizers")
+        return build_optimizers(given, self.model, self.parameter_groups)
 
     def build_schedulers(self) -> dict[str, LRScheduler]:
         """Schedulers by the name of their optimizer."""
@@ -218,6 +231,9 @@ class Trainer:
                 result = Result(self.step, self.epoch, run.window.applied_steps, dict(self.metrics))
                 run.reporter.end(self.step, self.epoch, result.metrics)
                 run.keeper.finish()
+            ACTIVITY.enter("train_end")
+            self.model.eval()
+            self.on_train_end()
         return result
 
     def _train_epoch(self, run: Run) -> bool:
@@ -245,10 +261,11 @@ class Trainer:
         return epoch_ends
 
     def _validate_epoch(self, run: Run) -> dict[str, float]:
-        if run.val_feed is None or (self.epoch + 1) % self.loop.validate_every_epochs:
+        last = self.epoch + 1 == self.loop.epochs or self._finished()
+        if run.val_feed is None or ((self.epoch + 1) % self.loop.validate_every_epochs and not last):
             return {}
         run.window.opening.note()
-        metrics = self._evaluate(SharedRequest(self._leave, self.comm))
+        metrics = validate(self, SharedRequest(self._leave, self.comm))
         if metrics is None:
             run.keeper.leave_validation(self.step, self.epoch)
         run.window.opening.forget()
@@ -259,24 +276,7 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Metrics over all validation samples of all ranks, each counted once. Every rank calls it."""
-        return self._evaluate(lambda: False) or {}
-
-    def _evaluate(self, leaves: Callable[[], bool]) -> dict[str, float] | None:
-        if self._run.val_feed is None:
-            raise UsageError("validate() needs validation data: give val_data, or override build_val_data")
-        ACTIVITY.enter("validation_start")
-        self._run.reduction.share_buffers()
-        train_log, self._log = self._log, MetricLog()
-        try:
-            metrics = evaluate(
-                self.model, self._run.val_feed, self.validation_step, self._log, self.precision, self.comm,
-                step=self.step, forward_communicates=self.strategy.forward_communicates, leaves=leaves,
-            )  # fmt: skip
-        finally:
-            self._log = train_log
-        if metrics is not None:
-            self._run.reporter.validation(self.step, self.epoch, metrics)
-        return metrics
+        return validate(self, lambda: False) or {}
 
     # --- the parts --------------------------------------------------------------------------------------------------
 

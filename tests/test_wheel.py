@@ -100,14 +100,33 @@ def run(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProc
 def test_it_lists_its_recipes_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     done = run(installed, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "resnet_ddp" in done.stdout
+    for recipe in (ROOT / "recipes").glob("*_ddp.py"):
+        assert f"  {recipe.stem} " in done.stdout
+
+
+def test_it_begins_a_project(installed: Path, tmp_path: Path) -> None:
+    command = [installed, "-m", "safetrain.new", "fox"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "fox/recipe/fox.yaml").exists()
+
+
+_ANOTHER = [
+    pytest.param(recipe, ranks, marks=pytest.mark.exhaustive)
+    for recipe in ("gpt_ddp", "stream_ddp", "gan_ddp", "finetune_ddp")
+    for ranks in (1, 2, 4)
+]
 
 
 @pytest.mark.slow
-def test_it_trains_its_recipe_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    done = run(installed, tmp_path, "recipe=resnet_ddp", "loop.max_steps=2", "launch.nproc_per_node=2", "device=cpu")
-    assert (done.returncode, done.stderr) == (0, "")
-    (result,) = tmp_path.glob("outputs/resnet_ddp/*/result.json")
+@pytest.mark.parametrize(("recipe", "ranks"), [("resnet_ddp", 2), *_ANOTHER])
+def test_it_trains_its_recipes_from_an_empty_folder(installed: Path, tmp_path: Path, recipe: str, ranks: int) -> None:
+    short = ("loop.max_steps=2", f"launch.nproc_per_node={ranks}", "device=cpu")
+    done = run(installed, tmp_path, f"recipe={recipe}", *short)
+    assert done.returncode == 0
+    # a small machine has too few cores for some
+    assert [line for line in done.stderr.splitlines() if "WARNING safetrain: preflight: cores: " not in line] == []
+    (result,) = tmp_path.glob(f"outputs/{recipe}/*/result.json")
     assert result.exists()
 
 

@@ -423,7 +423,7 @@ def test_reduce_on_plateau_as_a_scheduler() -> None:
             scheduler=names["ReduceLROnPlateau"],
         ).fit()
 
-    with pytest.raises(RankError, match=r"TypeError: ReduceLROnPlateau.step\(\) missing"):
+    with pytest.raises(RankError, match=r"UsageError: scheduler: ReduceLROnPlateau is stepped with a metric"):
         run_ranks(work, 2)
 
 
@@ -487,6 +487,7 @@ def test_metrics_are_those_of_one_process() -> None:
             "val/accuracy": right / 1001,
             "val/guessed": int(guessed.sum()),
             "val/hits": int((guessed & (labels == 1)).sum()),
+            "val/precision": int((guessed & (labels == 1)).sum()) / int(guessed.sum()),
             "val/worst": pytest.approx(float(F.cross_entropy(scores, labels, reduction="none").max()), rel=1e-5),
         }
 

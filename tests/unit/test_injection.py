@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
 
-from safetrain import chaos
+from safetrain import chaos, data, injection
+from safetrain.config import Loader
 from safetrain.faults import FAULTS
 from safetrain.injection import PLACES, Fault, inject
 
@@ -116,3 +119,29 @@ def test_only_the_first_sentence_can_name_the_culprit(story: str, named: bool) -
 def test_a_fault_in_user_code_is_named_by_its_line(line: str, named: bool) -> None:
     story = f"Training failed on rank 1.\n\n  {line}\n"
     assert chaos._names(story, Fault("raise", "training_step", 1, 2), 1, "mine.py:4") is named
+
+
+class _Counting:
+    """A trigger that only counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def call(self, function: Any, *args: Any) -> Any:
+        self.calls += 1
+        return function(*args)
+
+
+class _Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(6)
+
+
+@pytest.mark.parametrize("dataset", [_Numbers(), list(range(6))], ids=["stream", "map"])
+def test_every_batch_is_read_under_the_triggers_eyes(dataset: Any) -> None:
+    """Reported by a first user: at=dataset never struck in an iterable dataset, whose class has a __getitem__, too."""
+    trigger, options = _Counting(), Loader(batch_size=2, shuffle=False)
+    place = {"rank": 0, "world_size": 1, "seed": 0, "train": True}
+    loader = injection._build_loader(data.build_loader, trigger, "dataset", dataset, options, **place)  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+    assert trigger.calls in (3, 4)  # of a stream, its end as well

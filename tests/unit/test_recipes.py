@@ -1,4 +1,4 @@
-"""The recipe's data and model."""
+"""The recipes' data and models, and what their first lines say."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from safetrain.catalog import recipes
 from safetrain.config import Loader, Loop
 from safetrain.errors import DataError
+from safetrain.recipes import finetune_ddp, gan_ddp, gpt_ddp, stream_ddp
 from safetrain.recipes.resnet_ddp import Classifier, Digits, ImageFolder, ResNet, warmup_cosine
 
 
@@ -183,3 +185,81 @@ def test_all_unreadable_pictures_are_listed(folder: Path) -> None:
     first, second = damaged.stdout.splitlines()
     assert first.startswith(f"{folder / 'train/cat/0.png'} can't be read as a picture (")
     assert second.startswith(f"{folder / 'val/dog/1.jpg'} can't be read as a picture (")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", [recipe.name for recipe in recipes() if recipe.shipped])
+def test_the_first_lines_of_a_recipe_and_the_table_in_the_readme_name_its_command(name: str) -> None:
+    head = (ROOT / f"configs/recipe/{name}.yaml").read_text().partition("\n\n")[0]
+    assert f"#   python -m safetrain recipe={name}\n" in head
+    assert f"python -m safetrain recipe={name}\n" in (ROOT / f"recipes/{name}.py").read_text()
+    assert f"| [`{name}`](configs/recipe/{name}.yaml) |" in (ROOT / "README.md").read_text()
+
+
+def test_text_is_split_by_file_and_no_block_leaves_its_file() -> None:
+    train, val = (gpt_ddp.StandardLibrary(split, context=64) for split in ("train", "val"))
+    assert 20 * len(val) < len(train)
+    text = (Path(gpt_ddp.sysconfig.get_path("stdlib")) / "__future__.py").read_bytes()
+    blocks = [val[index] for index in range(-(-(len(text) - 1) // 64))]  # the first file in the order of their names
+    seen = b"".join(bytes(block[following != gpt_ddp.PADDING].tolist()) for block, following in blocks)
+    following = b"".join(bytes(each[each != gpt_ddp.PADDING].tolist()) for _, each in blocks)
+    assert (seen, following) == (text[:-1], text[1:])
+    assert {block.shape for block, _ in blocks} == {(64,)}
+
+
+def test_gpt_sees_only_what_came_before_and_its_embedding_is_there_once() -> None:
+    model = gpt_ddp.GPT(context=16, width=32, heads=2, layers=2)
+    text = torch.randint(0, 256, (3, 16))
+    changed = text.clone()
+    changed[:, 10:] = 0
+    before, after = model(text), model(changed)
+    assert before.shape == (3, 16, 256)
+    assert torch.allclose(before[:, :10], after[:, :10], atol=1e-6)
+    assert not torch.allclose(before[:, 10:], after[:, 10:], atol=1e-3)
+    assert [name for name, value in model.state_dict().items() if 256 in value.shape] == ["bytes.weight"]
+    assert gpt_ddp.generate(model, b"a" * 20, 5).startswith(b"a" * 20)
+
+
+def test_a_stream_deals_out_whole_files(tmp_path: Path) -> None:
+    stream_ddp.write_digits(tmp_path / "digits", files=5)
+    sizes = {path.name: len(path.read_text().splitlines()) for path in (tmp_path / "digits").iterdir()}
+    train = [size for name, size in sorted(sizes.items()) if name.startswith("train")]
+    assert (len(train), sum(train), sum(sizes.values())) == (5, 1437, 1797)
+    assert train == sorted(train)
+    data = stream_ddp.Lines(tmp_path / "digits", "train", shuffle=True)
+    orders = []
+    for epoch in (0, 1, 0):
+        data.set_epoch(epoch)
+        shards = []
+        for shard in range(3):
+            data.set_shard(shard, 3)
+            shards.append([(label, tuple(pixels.tolist())) for pixels, label in data])
+        orders.append(shards)
+    assert orders[0] == orders[2] != orders[1]
+    assert [sum(map(len, shards)) for shards in orders] == [1437] * 3
+    assert {sample for shard in orders[0] for sample in shard} == {sample for shard in orders[1] for sample in shard}
+
+
+def test_a_stream_without_files_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no train_\*\.txt in .*nowhere"):
+        stream_ddp.Lines(tmp_path / "nowhere", "train", shuffle=True)
+
+
+def test_the_gans_classifier_knows_real_digits() -> None:
+    pair = gan_ddp.Pair(width=8)
+    pixels, labels = gan_ddp.digits("val").tensors
+    distances = torch.cdist(pixels, pair.class_means)
+    assert (distances.argmin(dim=1) == labels).float().mean() > 0.85
+    spread = (distances.gather(1, labels[:, None])[:, 0] / pair.real_spread).mean()
+    assert float(spread) == pytest.approx(1, abs=0.05)
+    assert pair.draw(labels).shape == (360, 64)
+
+
+def test_old_and_new_digits_are_labelled_from_0() -> None:
+    old, new = (finetune_ddp.digits("train", first=first).tensors for first in (0, 5))
+    assert len(old[1]) + len(new[1]) == 1437
+    for images, labels in (old, new):
+        assert images.shape[1:] == (1, 8, 8)
+        assert set(labels.tolist()) == set(range(5))
