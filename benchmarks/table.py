@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import platform
 import statistics
 import time
@@ -14,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+from safetrain.medians import interval_of_median, quartiles
 
 COLUMNS = (
     "workload", "accumulate", "bare CPU ms", "safetrain CPU ms", "extra CPU µs", "CPU ratio",
@@ -35,24 +36,6 @@ class Times:
         yield
         self.cpu_s.append((time.process_time() - cpu) / steps)
         self.wall_s.append((time.perf_counter() - wall) / steps)
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, lower and upper quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return middle, low, high
-
-
-def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % confidence interval of the median, from the order alone: it takes 6 values, fewer give all they span."""
-    ordered, count = sorted(values), len(values)
-    tail, below = 0.0, 0
-    while (tail := tail + math.comb(count, below) / 2**count) <= 0.025:
-        below += 1
-    below = max(0, below - 1)
-    return ordered[below], ordered[count - 1 - below]
 
 
 def row(title: str, accumulate: int, *, bare: Times, unwatched: Times, safetrain: Times) -> str:
