@@ -44,20 +44,20 @@ def row(title: str, accumulate: int, *, bare: Times, unwatched: Times, safetrain
     cells = [
         title,
         str(accumulate),
-        _milliseconds(bare.cpu_s),
-        _milliseconds(ours.cpu_s),
+        milliseconds(bare.cpu_s),
+        milliseconds(ours.cpu_s),
         _extra(bare.cpu_s, ours.cpu_s),
-        _ratio(bare.cpu_s, ours.cpu_s),
+        ratio(bare.cpu_s, ours.cpu_s),
         _extra(unwatched.cpu_s, ours.cpu_s),
-        _ratio(unwatched.cpu_s, ours.cpu_s),
-        _milliseconds(bare.wall_s),
-        _milliseconds(ours.wall_s),
-        _ratio(bare.wall_s, ours.wall_s),
+        ratio(unwatched.cpu_s, ours.cpu_s),
+        milliseconds(bare.wall_s),
+        milliseconds(ours.wall_s),
+        ratio(bare.wall_s, ours.wall_s),
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def _milliseconds(seconds: Sequence[float]) -> str:
+def milliseconds(seconds: Sequence[float]) -> str:
     middle, low, high = (1e3 * value for value in quartiles(seconds))
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
@@ -67,7 +67,7 @@ def _extra(bare: Sequence[float], ours: Sequence[float]) -> str:
     return f"{extra:.0f} ({low:.0f} to {high:.0f})"
 
 
-def _ratio(bare: Sequence[float], ours: Sequence[float]) -> str:
+def ratio(bare: Sequence[float], ours: Sequence[float]) -> str:
     ratios = [b / a for a, b in zip(bare, ours, strict=True)]
     low, high = interval_of_median(ratios)
     return f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
