@@ -42,7 +42,7 @@ def page(rows: Sequence[str], steps: int, rounds: int) -> str:
     lines = [
         f"# A step beside other trainers, {datetime.date.today().isoformat()}",
         "",
-        f"{', '.join(map(_with_version, PACKAGES))}, Python {platform.python_version()}, {cpu_model()}.",
+        f"{', '.join(map(with_version, PACKAGES))}, Python {platform.python_version()}, {cpu_model()}.",
         f"{RANKS} ranks on Gloo, one thread each. {rounds} rounds, in each {steps} measured steps of every trainer, in",
         "turns. After each turn all had the bare loop's weights (to 1e-5; 1e-3 in half precision; with batch",
         f"statistics only {', '.join(SAME_SHARES[1:])}).",
@@ -57,7 +57,7 @@ def page(rows: Sequence[str], steps: int, rounds: int) -> str:
     return "\n".join(lines)
 
 
-def _with_version(package: str) -> str:
+def with_version(package: str) -> str:
     if package == "torch":
         return f"torch {torch.__version__}"
     try:
