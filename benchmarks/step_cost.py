@@ -1,6 +1,6 @@
 """What a training step costs: safetrain's Trainer beside a hand-written DDP loop that does the same work.
 
-    python -m benchmarks.step_cost                      # all workloads, about 5 minutes on 2 idle cores
+    python -m benchmarks.step_cost                      # the usual workloads, about 5 minutes on 2 idle cores
     python -m benchmarks.step_cost mlp --rounds 40
 
 The loops live in the same two ranks (forked, Gloo, one thread each) and take turns: a block of steps of one, then of
@@ -14,119 +14,24 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import safetrain
 from benchmarks.table import HEADER, Times, page, row
+from benchmarks.workloads import RANKS, SEED, WORKLOADS, BareLoop, Workload
 from safetrain.activity import Activity
 from safetrain.comm import Comm
-from safetrain.recipes.resnet_ddp import ResNet
 from safetrain.testing import run_ranks
 from safetrain.watchdog import watch
 
-RANKS = 2
-SEED = 0
-CLASSES = 10
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model, its data, and how it is trained; ``batch_size`` is a rank's."""
-
-    title: str
-    build_model: Callable[[], nn.Module]
-    sample_shape: tuple[int, ...]
-    batch_size: int = 32
-    accumulate: int = 1
-    clip_norm: float | None = 1.0
-
-    def build_optimizer(self, parameters: Any) -> Optimizer:
-        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-
-    def build_data(self, steps: int) -> Dataset[Any]:
-        """Random samples for ``steps`` optimizer steps."""
-        generator = torch.Generator().manual_seed(SEED)
-        count = steps * self.accumulate * self.batch_size * RANKS
-        return TensorDataset(
-            torch.randn(count, *self.sample_shape, generator=generator),
-            torch.randint(CLASSES, (count,), generator=generator),
-        )
-
-
-def mlp(width: int = 256, layers: int = 4) -> nn.Module:
-    hidden = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(width, CLASSES))
-
-
-class ManySmall(nn.Module):
-    """As many parameter tensors as a large model, each of them tiny: the worst case for what is done once a tensor."""
-
-    def __init__(self, tensors: int = 200, width: int = 16) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(tensors // 2 - 1))
-        self.head = nn.Linear(width, CLASSES)
-
-    def forward(self, samples: Tensor) -> Tensor:
-        for layer in self.layers:
-            samples = samples + layer(samples)
-        return self.head(samples)
-
-
-WORKLOADS = {
-    "mlp": Workload("MLP 4x256", mlp, (256,)),
-    "mlp_accumulate": Workload("MLP 4x256", mlp, (256,), accumulate=4),
-    "mlp_unclipped": Workload("MLP 4x256, no clipping", mlp, (256,), clip_norm=None),
-    "many_small": Workload("200 tiny parameter tensors", ManySmall, (16,)),
-    "many_small_accumulate": Workload("200 tiny parameter tensors", ManySmall, (16,), accumulate=4),
-    "resnet": Workload("ResNet of recipe=resnet_ddp, 8x8", functools.partial(ResNet, CLASSES), (3, 8, 8)),
-}
-
-
-class BareLoop:
-    """What one writes by hand for the same training: no logging, no checks, nothing counted."""
-
-    def __init__(self, work: Workload, steps: int, comm: Comm) -> None:
-        torch.manual_seed(SEED)
-        self.model = work.build_model()
-        self._ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        self._optimizer = work.build_optimizer(self.model.parameters())
-        data = work.build_data(steps)
-        self._sampler: DistributedSampler[Any] = DistributedSampler(
-            data, comm.world_size, comm.rank, seed=SEED, drop_last=True
-        )
-        self._loader = DataLoader(data, work.batch_size, sampler=self._sampler)
-        self._accumulate, self._clip_norm = work.accumulate, work.clip_norm
-        self._epoch = 0
-
-    def train_epoch(self) -> None:
-        ddp, optimizer, accumulate = self._ddp, self._optimizer, self._accumulate
-        ddp.train()
-        self._sampler.set_epoch(self._epoch)
-        for index, (samples, labels) in enumerate(self._loader):
-            last = (index + 1) % accumulate == 0
-            with nullcontext() if last else ddp.no_sync():
-                loss = F.cross_entropy(ddp(samples), labels)
-                (loss if accumulate == 1 else loss / accumulate).backward()
-            if last:
-                if self._clip_norm is not None:
-                    nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-        self._epoch += 1
+DEFAULT = ("mlp", "mlp_accumulate", "mlp_unclipped", "mlp_4ms", "many_small", "many_small_accumulate", "resnet", "gpt")
 
 
 class TakingTurns(safetrain.Trainer):
@@ -158,7 +63,7 @@ class TakingTurns(safetrain.Trainer):
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         samples, labels = batch
-        return F.cross_entropy(self.model(samples), labels)
+        return self._work.loss(self.model, samples, labels)
 
     def on_epoch_start(self) -> None:
         self._turn.close()
@@ -200,7 +105,7 @@ def _means_of_pairs(values: Sequence[float]) -> list[float]:
 
 def run_rank(comm: Comm, work: Workload, steps: int, rounds: int) -> dict[str, Times]:
     """One rank's times; the first round (buckets are rebuilt, memory is found) is left out."""
-    bare = BareLoop(work, steps, comm)
+    bare = BareLoop(work, steps, comm.rank, comm.world_size)
     trainer = TakingTurns(work, steps, bare, rounds + 1)
     times = trainer.run()
     # not the buffers: at the end of a run they are rank 0's everywhere
@@ -224,7 +129,7 @@ def measure(work: Workload, steps: int, rounds: int) -> dict[str, Times]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("workloads", nargs="*", metavar="workload", help=f"of {', '.join(WORKLOADS)}; default: all")
+    parser.add_argument("workloads", nargs="*", metavar="workload", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps a block")
     parser.add_argument("--rounds", type=int, default=16, help="rounds, each with a block of every loop")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="where the page goes")
@@ -235,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = options.results / f"step_cost_{datetime.datetime.now():%Y-%m-%d_%H%M}.md"
     rows: list[str] = []
     print(HEADER)
-    for name in options.workloads or WORKLOADS:
+    for name in options.workloads or DEFAULT:
         work = WORKLOADS[name]
         rows.append(row(work.title, work.accumulate, **measure(work, options.steps, options.rounds)))
         print(rows[-1], flush=True)

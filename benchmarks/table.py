@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import platform
 import statistics
 import time
@@ -14,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+from safetrain.medians import interval_of_median, quartiles
 
 COLUMNS = (
     "workload", "accumulate", "bare CPU ms", "safetrain CPU ms", "extra CPU µs", "CPU ratio",
@@ -37,44 +38,26 @@ class Times:
         self.wall_s.append((time.perf_counter() - wall) / steps)
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, lower and upper quartile."""
-    if len(values) < 2:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return middle, low, high
-
-
-def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % confidence interval of the median, from the order alone: it takes 6 values, fewer give all they span."""
-    ordered, count = sorted(values), len(values)
-    tail, below = 0.0, 0
-    while (tail := tail + math.comb(count, below) / 2**count) <= 0.025:
-        below += 1
-    below = max(0, below - 1)
-    return ordered[below], ordered[count - 1 - below]
-
-
 def row(title: str, accumulate: int, *, bare: Times, unwatched: Times, safetrain: Times) -> str:
     """A line of the table: medians with quartiles; ratios are paired by round."""
     ours = safetrain
     cells = [
         title,
         str(accumulate),
-        _milliseconds(bare.cpu_s),
-        _milliseconds(ours.cpu_s),
+        milliseconds(bare.cpu_s),
+        milliseconds(ours.cpu_s),
         _extra(bare.cpu_s, ours.cpu_s),
-        _ratio(bare.cpu_s, ours.cpu_s),
+        ratio(bare.cpu_s, ours.cpu_s),
         _extra(unwatched.cpu_s, ours.cpu_s),
-        _ratio(unwatched.cpu_s, ours.cpu_s),
-        _milliseconds(bare.wall_s),
-        _milliseconds(ours.wall_s),
-        _ratio(bare.wall_s, ours.wall_s),
+        ratio(unwatched.cpu_s, ours.cpu_s),
+        milliseconds(bare.wall_s),
+        milliseconds(ours.wall_s),
+        ratio(bare.wall_s, ours.wall_s),
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def _milliseconds(seconds: Sequence[float]) -> str:
+def milliseconds(seconds: Sequence[float]) -> str:
     middle, low, high = (1e3 * value for value in quartiles(seconds))
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
@@ -84,7 +67,7 @@ def _extra(bare: Sequence[float], ours: Sequence[float]) -> str:
     return f"{extra:.0f} ({low:.0f} to {high:.0f})"
 
 
-def _ratio(bare: Sequence[float], ours: Sequence[float]) -> str:
+def ratio(bare: Sequence[float], ours: Sequence[float]) -> str:
     ratios = [b / a for a, b in zip(bare, ours, strict=True)]
     low, high = interval_of_median(ratios)
     return f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"

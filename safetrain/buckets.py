@@ -22,6 +22,17 @@ def cap_with_room(parameter_bytes: Sequence[int], cap_mb: float | None) -> float
     return cap_mb
 
 
+def bucket_bytes(parameter_bytes: Sequence[int], cap_mb: float | None) -> list[int]:
+    """The sizes of the buckets that parameters of these sizes make, in the order in which they are reduced."""
+    limits = _TORCHS_LIMITS if cap_mb is None else (int(cap_mb * _MIB),)
+    sizes = [0]
+    for count in parameter_bytes:
+        if sizes[-1] >= limits[min(len(sizes), len(limits)) - 1]:
+            sizes.append(0)
+        sizes[-1] += count
+    return sizes
+
+
 def _closed_by_last(parameter_bytes: Sequence[int], limits: Sequence[int]) -> int:
     """The size of the bucket that the last parameter closes; 0 where it leaves one open."""
     size = buckets = 0

@@ -1,50 +1,35 @@
-"""The preflight as a command: a job is started like any other, in a run directory to throw away, and its ranks only
-look.
-
-So whatever starts a job starts a preflight, too: our own launcher, torchrun, a scheduler.
-"""
+"""The preflight as a command: a job to throw away, whose ranks only look."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from safetrain import cli
-from safetrain.environ import environment
 from safetrain.finding import Finding
 from safetrain.orders import FAILED, OK, WRONG
 from safetrain.preflight_config import ONLY_CHECKS
+from safetrain.throwaway import remove, run_throwaway
 
 _REFUSED = 1
 _FOUND = "preflight.json"
-_OUTPUTS, _RUN_DIR = "outputs/preflight", "hydra.run.dir="
-_NO_TRAINING = ("hydra.output_subdir=null", "launch.max_restarts=0", "metric=null")
 _NO_RECIPE = ("trainer={_target_: safetrain.Trainer}", "name=preflight")
 _WIDTH = 110
 
 
 def main(arguments: Sequence[str]) -> int:
     """Do what the command line says; returns the exit code."""
-    has_recipe = any(argument.startswith("recipe=") for argument in arguments)
-    asked = [argument.removeprefix(_RUN_DIR) for argument in arguments if argument.startswith(_RUN_DIR)]
-    # made by the process that composes: our launcher, or rank 0 of another one
-    run_dir = Path(asked[-1] if asked else _OUTPUTS, f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}")
-    kept = [argument for argument in arguments if not argument.startswith(_RUN_DIR)]
-    job = [*kept, f"{_RUN_DIR}{run_dir}", *_NO_TRAINING, *(() if has_recipe else _NO_RECIPE)]
-    sys.argv = [sys.argv[0], *job]
     if {"-m", "--multirun"} & set(arguments):
         print("a preflight is of one job: leave out -m, and give each value of a sweep by itself", file=sys.stderr)
         return WRONG
-    with environment({ONLY_CHECKS: "job" if has_recipe else "machine"}):
-        code = cli.main(job)
+    has_recipe = any(argument.startswith("recipe=") for argument in arguments)
+    code, run_dir = run_throwaway(
+        "preflight", arguments, () if has_recipe else _NO_RECIPE, {ONLY_CHECKS: "job" if has_recipe else "machine"}
+    )
     found = found_here() or read_findings(run_dir)
     if code != FAILED:  # else a rank failed, and its log tells more
         remove(run_dir)
@@ -80,14 +65,3 @@ def table(found: Sequence[Finding]) -> str:
             lines += textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
     ok, strange, refused = (sum(one.verdict == verdict for one in found) for verdict in ("ok", "warn", "refuse"))
     return "\n".join([*lines, "", f"{ok} ok, {strange} to look at, {refused} refused"])
-
-
-def remove(run_dir: Path) -> None:
-    """The run directory, and the folders above it that hold nothing else."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    here = Path.cwd()
-    with suppress(OSError):  # something else is in it
-        for folder in run_dir.absolute().parents:
-            if here not in folder.parents:
-                return
-            folder.rmdir()

@@ -40,6 +40,7 @@ _FAREWELL_S = 1.0  # the judge waits so long for the others to read its verdict
 _SECOND_THOUGHTS_S = 0.1  # between the verdict and the sentence: has anybody moved?
 _LOOK_S = 0.02
 _LONGEST_BEAT_S = 5.0
+_LOOKS_PER_S = 2000  # of all ranks together, at the one process that serves the store: it answers 20 times as many
 _GUARD_STOPS_S = 2.0  # it waits for nobody
 _GUARD_S = 5.0  # a watchdog thread that has not looked for so long is stuck, or gone
 
@@ -69,6 +70,7 @@ def watch(comm: Comm, options: Watchdog, run_dir: Path | None, *, tells: bool = 
 class _Watch:
     def __init__(self, comm: Comm, options: Watchdog, run_dir: Path | None, run: int, tells: bool) -> None:
         answer_signals()
+        options = replace(options, poll_s=max(options.poll_s, comm.world_size / _LOOKS_PER_S))
         self._options, self._run_dir, self._tells = options, run_dir, tells
         self._comm, self._rank, self._world_size = comm, comm.rank, comm.world_size
         self._local_rank, self._watched_thread = comm.local_rank, threading.get_ident()

@@ -38,6 +38,9 @@ from safetrain.report import Result
 from safetrain.retelling import retold, spread
 from safetrain.seeding import seed_generators
 from safetrain.trainer import Trainer
+from safetrain.tune_config import TUNE, Tune
+from safetrain.tuning import table as table_of_ways
+from safetrain.tuning import tune
 from safetrain.watchdog import watch
 
 _VERDICT_LIMIT_S = 4.0  # a victim's longest wait for what another machine tells
@@ -53,7 +56,7 @@ def main(config_file: str) -> int:
 
 
 def run(config: Config, *, tells: bool) -> None:
-    """Train, or only look; returns when this rank has left the others. On a failure the process ends here.
+    """Train, or only look, or only try; returns when this rank has left the others. On a failure the process ends here.
 
     ``tells``: nobody else will print the summary of a failure.
     """
@@ -66,6 +69,8 @@ def run(config: Config, *, tells: bool) -> None:
         with watch(comm, config.watchdog, Path(config.run_dir), tells=tells):
             if scope := os.environ.get(ONLY_CHECKS):  # python -m safetrain.preflight
                 result = _look(replace(config, observers={}, profile=Profile()), comm, whole_job=scope == "job")
+            elif options := os.environ.get(TUNE):  # python -m safetrain.tune
+                result = _try_out(replace(config, observers={}, profile=Profile()), comm, Tune.from_text(options))
             else:
                 result = _train(config, comm)
         if comm.rank == 0:
@@ -100,6 +105,15 @@ def _look(config: Config, comm: Comm, *, whole_job: bool) -> Result:
         if comm.rank == 0 and checkup.FOUND:
             write_findings(Path(config.run_dir), checkup.FOUND)
             print(table(checkup.FOUND))
+    return Result(step=0, epoch=0, applied_steps=0)
+
+
+def _try_out(config: Config, comm: Comm, options: Tune) -> Result:
+    """Ways to reduce gradients; rank 0 prints the table."""
+    checkup.check_machine(checkup.here_of_config(config, comm))
+    tried = tune(build(config), options)
+    if comm.rank == 0:
+        print(table_of_ways(tried))
     return Result(step=0, epoch=0, applied_steps=0)
 
 
