@@ -14,14 +14,13 @@ import torch
 
 import safetrain
 from safetrain import machine
-from safetrain.activity import ACTIVITY
-from safetrain.failure import is_user_file
 from safetrain.flight_recorder import Collective, last_collectives
 from safetrain.patience import Patience
 from safetrain.stacks import ENDED, Frame, answering_children, ask, stack_of, state_of, user_frame
 
-State = Literal["moving", "waiting", "stuck", "paused", "silent", "left"]
-"""``waiting``: over its limit, and in a collective. ``stuck``: over its limit anywhere else. ``silent``: the process
+State = Literal["moving", "waiting", "stuck", "busy", "paused", "silent", "left"]
+"""``waiting``: over its limit, and in a collective. ``stuck``: over its limit anywhere else.
+``busy``: the same in a guarded script, but it computes. ``silent``: the process
 does not answer. ``left``: it is no longer watched, having left ``fit()``."""
 
 _TORCH, _SAFETRAIN = (str(Path(module.__file__ or "").parent) + os.sep for module in (torch, safetrain))
@@ -63,6 +62,8 @@ class Testimony:
         collectives: the last ones of each group.
         calls: what user code issued since the last vote, in words.
         workers: loader processes, where the rank waits for one.
+        note: of a rank that has left: what it did, where that is known.
+        last_chance: the time limit of what it waits in is about to end the job anyway.
         time_ns, since_ns: when it was said, and when the phase began, by the rank's own clock; 0: not known.
     """
 
@@ -84,11 +85,13 @@ class Testimony:
     time_ns: int = 0
     since_ns: int = 0
     machine: str = ""
+    note: str = ""
+    last_chance: bool = False
 
     @classmethod
     def brief(cls, rank: int, patience: Patience) -> Self:
         """Of this process, without its stack: cheap enough to be said all the time."""
-        a = ACTIVITY
+        a = patience.activity
         return cls(
             rank=rank, host=machine.host(), machine=machine.identity(), pid=os.getpid(), step=a.step, epoch=a.epoch,
             phase=a.phase, seconds=patience.seconds, limit_s=patience.limit_s, count=a.count, state="moving",
@@ -112,7 +115,7 @@ class Testimony:
         now_ns = time.time_ns()
         return replace(
             one, state=state, limit_s=limit_s, stack=stack, collectives=collectives, workers=workers,
-            calls=tuple(calls), time_ns=now_ns, since_ns=now_ns - int((time.monotonic() - ACTIVITY.since) * 1e9),
+            calls=tuple(calls), time_ns=now_ns, since_ns=now_ns - int((time.monotonic() - patience.activity.since) * 1e9),
         )  # fmt: skip
 
     @property
@@ -187,9 +190,10 @@ def _waits_for_ranks(stack: Sequence[Frame], collectives: Sequence[Collective]) 
         return True
     if all(one.done for one in collectives):
         return False
-    if is_user_file(inner.file):  # work.wait() of a collective that was started before, or a device that waits for one
-        return any(call in inner.source for call in _WAITING_CALLS)
-    return inner.file.startswith((_TORCH, _SAFETRAIN)) and not _waits_for_loader(stack)
+    if inner.file.startswith((_TORCH, _SAFETRAIN)):
+        return not _waits_for_loader(stack)
+    # work.wait() of a collective that was started before, or a device that waits for one; also in a library
+    return any(call in inner.source for call in _WAITING_CALLS)
 
 
 def _waits_for_loader(stack: Sequence[Frame]) -> bool:

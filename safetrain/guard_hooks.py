@@ -1,0 +1,74 @@
+"""What a guarded script does that the other ranks, or the person who started it, should know of."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from safetrain import guard_preflight, joining, script_groups
+from safetrain.board import Board
+from safetrain.call_site import place_here
+from safetrain.failure import Failure
+from safetrain.guard_options import GuardOptions
+from safetrain.guarded import Guarded
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def follow_groups(guarded: Guarded, board: Board, options: GuardOptions, say: Callable[[str], None]) -> None:
+    """Note when the script makes and destroys its default group; compare the ranks when it first does."""
+    compared = False
+
+    def made() -> None:
+        nonlocal compared
+        if script_groups.world_of_group() != guarded.world_size:
+            say(
+                f"the script has started {script_groups.world_of_group()} ranks by itself; only those that torchrun "
+                f"starts are guarded: torchrun --nproc-per-node {script_groups.world_of_group()} "
+                f"-m safetrain.guard {options.script} ..."
+            )
+            return
+        if guarded.left:
+            guarded.left = ""
+            board.leave("")
+        if options.preflight and not compared and guarded.world_size > 1:
+            compared = True
+            seen = guard_preflight.facts(None if options.is_module else Path(options.script), script_groups.backend())
+            joining.connection("guard_preflight").set(f"facts/{guarded.rank}", json.dumps(seen))
+            if guarded.rank == 0:
+                guard_preflight.compare(joining.connection("guard_preflight"), guarded.world_size, say)
+
+    def destroyed(where: str) -> None:
+        guarded.left = f"destroyed its process group {where}"
+        board.leave(guarded.left)
+
+    def spawns(where: str) -> None:
+        say(
+            f"{options.script} starts processes by itself, {where}: these are not guarded. If they are its ranks, let "
+            f"torchrun start them: torchrun --nproc-per-node N -m safetrain.guard {options.script} ..."
+        )
+
+    script_groups.tell_of_groups(made, destroyed, spawns)
+
+
+def note_exits(run_dir: Path, guarded: Guarded, board: Board) -> None:
+    """Note where the script calls ``os._exit``, by which a process is gone without a word."""
+    leave, pid = os._exit, os.getpid()
+
+    def noting(code: int) -> NoReturn:
+        caller = sys._getframe(1).f_code.co_filename
+        if os.getpid() == pid and not caller.startswith(_PACKAGE):
+            place = place_here()
+            if code == 0:
+                board.leave(f"called os._exit(0) at {place}")
+            else:
+                failure = Failure.of(SystemExit(code), guarded.rank, victim=False)
+                replace(failure, error="os._exit", message=f"exit code {code}", place=place).write(run_dir)
+        leave(code)
+
+    os._exit = noting  # type: ignore[assignment]
