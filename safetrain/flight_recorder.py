@@ -76,7 +76,11 @@ def issued_count() -> int:
 
     It may fall where a group is destroyed. NCCL does not count send and recv here.
     """
-    return sum(group._get_sequence_number_for_group() for group in list(dist.distributed_c10d._world.pg_map))
+    return sum(_issued_on(group) for group in list(dist.distributed_c10d._world.pg_map))
+
+
+def _issued_on(group: Any) -> int:
+    return int(group._get_sequence_number_for_group())
 
 
 def _dumps() -> list[bytes]:

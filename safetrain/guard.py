@@ -1,5 +1,5 @@
-"""``torchrun --nproc-per-node 2 -m safetrain.guard train.py``: any torch.distributed script, unchanged, that never waits
-or dies without saying why.
+"""``torchrun --nproc-per-node 2 -m safetrain.guard train.py``: any torch.distributed script, unchanged, that never
+waits or dies without saying why.
 
 Each rank's process meets the others, sends its output to its log, starts the watchdog, and then runs the script as
 Python itself would. The script need not know: what it does is seen from its process groups and its stack (guarded.py).

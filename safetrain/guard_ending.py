@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -23,17 +23,19 @@ from typing import NoReturn, TypeVar
 from safetrain import rank_log
 from safetrain.advice import FOR_A_SCRIPT
 from safetrain.board import Board
+from safetrain.causes import OTHER_SIZE
 from safetrain.comm import is_communication_error
 from safetrain.departure import be_the_one_who_leaves, leave_now, print_verdict, within
 from safetrain.failed import verdict_on
-from safetrain.failure import Failure, headline, read_failures
+from safetrain.failure import Exit, Failure, headline, read_failures
 from safetrain.flight_recorder import last_collectives
 from safetrain.peers import gone_ranks
 from safetrain.rank_log import RankLog
 from safetrain.retelling import retold, spread
 from safetrain.run_script import without_our_frames
+from safetrain.stacks import stack_of, user_frame
 from safetrain.verdict import Verdict, published
-from safetrain.words import ranks_in_words
+from safetrain.words import call_in_words, ranks_in_words
 
 T = TypeVar("T")
 
@@ -68,9 +70,10 @@ class Ending:
             within(_RECORDER_S, lambda: _with_collectives(failure).write(self._run_dir))
         except OSError as obstacle:
             print(f"rank {self._rank} could not write its record ({obstacle})", file=sys.stderr)
-        if sys.excepthook is not sys.__excepthook__:  # the script's own, or a library's
-            sys.excepthook(type(error), error, error.__traceback__)
-        self._log.flush()
+        hook = sys.excepthook  # torch's own marks each line with the rank, which the log's name says
+        if not failure.victim and hook is not sys.__excepthook__ and not str(hook.__module__).startswith("torch."):
+            hook(type(error), error, error.__traceback__)
+        self._log.stop_following()  # what a victim says is no news
         with self._log.path.open("a") as file:
             file.write(f"{failure.traceback}\n")
         be_the_one_who_leaves()
@@ -91,7 +94,7 @@ class Ending:
             if any(how.startswith(TOLD_TO_LEAVE) for how in left.values()):
                 return
             if ends := [one for one in gone_ranks(at_once=True) if one.rank not in left]:
-                self._tell(verdict_on(self._run_dir, self._world_size, ends), self._board)
+                self._tell(self._on_gone(ends, failure.place), self._board)
                 return
             if left and (late or all(how.startswith(ENDED) for how in left.values())):
                 self._tell(of_those_who_left(left, failure, self._world_size), self._board)
@@ -142,8 +145,18 @@ class Ending:
             print_verdict(retold(self._run_dir, _RETOLD_S))
         else:
             time.sleep(_LOOK_S)  # the kernel has its exit code now
-            self._tell(verdict_on(self._run_dir, self._world_size, gone), board)
+            frame = user_frame(stack_of(threading.main_thread().ident or 0))
+            self._tell(self._on_gone(gone, "" if frame is None else f"{frame.file}:{frame.line}"), board)
         leave_now()
+
+    def _on_gone(self, gone: Sequence[Exit], place: str) -> Verdict:
+        """On ranks that ended without a word; ``place`` is where this one was."""
+        verdict = verdict_on(self._run_dir, self._world_size, gone)
+        pending = next((one for one in last_collectives() if not one.done), None)
+        doing = f"in {call_in_words(pending)}, at" if pending else "at"
+        here = (f"Rank {self._rank} was {doing} {place}.",) if place else ()
+        remedy = FOR_A_SCRIPT.together if verdict.cause.startswith(OTHER_SIZE) else verdict.remedy
+        return replace(verdict, others=(*here, *verdict.others), remedy=remedy)
 
     def answer_sigterm(self, board: Board) -> None:
         """From now on SIGTERM ends this process as ever, but the survivors of a failure tell of it first.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -68,7 +69,10 @@ def note_exits(run_dir: Path, guarded: Guarded, board: Board) -> None:
                 board.leave(f"called os._exit(0) at {place}")
             else:
                 failure = Failure.of(SystemExit(code), guarded.rank, victim=False)
-                replace(failure, error="os._exit", message=f"exit code {code}", place=place).write(run_dir)
+                told = replace(failure, error="os._exit", message=f"exit code {code}", place=place, traceback="")
+                told.write(run_dir)
+            for child in multiprocessing.active_children():
+                child.kill()
         leave(code)
 
     os._exit = noting  # type: ignore[assignment]

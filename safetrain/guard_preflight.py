@@ -59,7 +59,7 @@ def facts(script: Path | None, backend: str) -> dict[str, Any]:
         "environment": environment_that_matters(os.environ),
         "script": {**digest, **arguments},
         "device": {"backend": backend, "GPUs": str(torch.cuda.device_count())},
-        "gpu": f"{machine.identity()} {torch.cuda.get_device_properties().uuid}" if cuda else "",  # type: ignore[attr-defined]
+        "gpu": f"{machine.identity()} {torch.cuda.get_device_properties().uuid}" if cuda else "",
     }
 
 

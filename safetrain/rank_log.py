@@ -130,6 +130,11 @@ class RankLog:
         _flush_standard_streams()
         self._copy(whole_lines=False)
 
+    def stop_following(self) -> None:
+        """What comes from now on goes into the file only."""
+        self.flush()
+        self._followed = False
+
     def _follow(self) -> None:
         tick = threading.Event()
         while self._followed:

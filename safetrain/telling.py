@@ -9,6 +9,7 @@ from safetrain.standstill import remedy_for
 from safetrain.testimony import Testimony
 from safetrain.words import call_in_words, ranks_in_words
 
+_SOME_WAIT = "a wait for other ranks"
 _DOING = {
     "data": "fetching data",
     "build": "building",
@@ -42,7 +43,7 @@ def tell(group: Sequence[Testimony]) -> str:
         return f"{who} {left_how(one)}."
     if one.state == "waiting":
         last = f", after {one.calls[-1]}" if one.calls and one.user_frame is None else ""
-        return f"{who} {verb(group, 'waits', 'wait')} in {wait_in_words(one)}{called(one)}{when(one)}{last}."
+        return f"{who} {verb(group, 'waits', 'wait')} {wait_of(one)}{called(one)}{when(one)}{last}."
     idle = " under way" if is_script(one) else ""
     doing = idle if one.state in ("moving", "paused") else f" {remedy_for(one).state}"
     at = f", at {one.user_frame}" if one.user_frame else ""
@@ -81,9 +82,15 @@ def _when(one: Testimony) -> str:
     return f"in {meeting}({name!r}){step}" if name else f"{_DOING.get(meeting, f'in {meeting}')}{step}"
 
 
+def wait_of(one: Testimony) -> str:
+    """After "waits"."""
+    words = wait_in_words(one)
+    return "for other ranks" if words == _SOME_WAIT else f"in {words}"
+
+
 def wait_in_words(one: Testimony) -> str:
     """What a waiting rank waits in: ``all_reduce of 72 floats (the gradients)``, ``barrier('saved')``."""
     meeting, _, name = one.phase.partition(":")
     if name:
         return f"{meeting}({name!r})"
-    return "a wait for other ranks" if one.pending is None else call_in_words(one.pending)
+    return _SOME_WAIT if one.pending is None else call_in_words(one.pending)

@@ -112,10 +112,10 @@ class Testimony:
             limit_s = max(limit_s, patience.compile_limit_s) if _in(stack, _COMPILERS) else limit_s
             state = "stuck" if one.seconds > limit_s else "moving"
         workers = _workers() if state == "stuck" and _waits_for_loader(stack) else ()
-        now_ns = time.time_ns()
+        now_ns, phase_s = time.time_ns(), time.monotonic() - patience.activity.since
         return replace(
             one, state=state, limit_s=limit_s, stack=stack, collectives=collectives, workers=workers,
-            calls=tuple(calls), time_ns=now_ns, since_ns=now_ns - int((time.monotonic() - patience.activity.since) * 1e9),
+            calls=tuple(calls), time_ns=now_ns, since_ns=now_ns - int(phase_s * 1e9),
         )  # fmt: skip
 
     @property
@@ -183,7 +183,7 @@ def _in(stack: Sequence[Frame], places: tuple[str, ...]) -> bool:
 
 def _waits_for_ranks(stack: Sequence[Frame], collectives: Sequence[Collective]) -> bool:
     """Whether what holds this thread up is other ranks: a collective, or a wait of safetrain's own on the store."""
-    if not stack:
+    if not stack or any(frame.file.startswith("<frozen importlib") for frame in stack):  # torch is being imported
         return False
     inner = next((f for f in reversed(stack) if not f.file.endswith(_TIMED_WAITS)), stack[-1])
     if inner.file.startswith((_DISTRIBUTED, *_WAITS_FOR_RANKS)):

@@ -1,4 +1,4 @@
-"""A hand-written DDP loop that knows nothing of safetrain. ``--fault NAME --culprit RANK``: what goes wrong on one rank."""
+"""A hand-written DDP loop that knows nothing of safetrain. ``--fault NAME --culprit RANK``: what goes wrong there."""
 
 import argparse
 import os
