@@ -1,4 +1,4 @@
-"""Scripts that know nothing of safetrain, under torchrun and the guard: by hand, Lightning, Accelerate, Transformers."""
+"""Scripts that know nothing of safetrain, under torchrun and the guard: by hand, and with three frameworks."""
 
 from __future__ import annotations
 

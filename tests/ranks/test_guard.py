@@ -1,11 +1,13 @@
-"""Scripts that know nothing of safetrain, guarded: forked ranks (torch is imported already), with RANK and WORLD_SIZE as
-set by hand. tests/faults/test_guard.py does the same under torchrun."""
+"""Scripts that know nothing of safetrain, guarded: forked ranks (torch is imported already), with RANK and WORLD_SIZE
+as set by hand. tests/faults/test_guard.py does the same under torchrun."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
+import re
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +16,11 @@ from typing import Any
 import pytest
 
 from safetrain import guard
+from safetrain.guard_options import parse
 from tests.launch.test_torchrun import free_port
 
 DDP = Path(__file__).parents[1] / "faults" / "scripts" / "ddp.py"
+PAGE = (Path(__file__).parents[2] / "docs" / "guard.md").read_text()
 STALL_S = 1.5
 LIMIT_S = 40.0
 RANKS = pytest.mark.parametrize(("world_size", "culprit"), [(2, 0), (2, 1), (4, 3)])
@@ -43,21 +47,22 @@ class Guarded:
         return (self.run_dir / "logs" / f"rank_{rank}.log").read_text()
 
 
-def run(folder: Path, world_size: int, *arguments: str, stall_s: float = STALL_S, **options: float) -> Guarded:
-    """Run ddp.py on so many ranks, with the guard's options and the script's arguments."""
+def run(
+    folder: Path, world_size: int, *arguments: str, script: Path = DDP, stall_s: float = STALL_S, **options: float
+) -> Guarded:
+    """Run a script on so many ranks, with the guard's options and the script's arguments."""
     port, run_dir = str(free_port()), folder / "run"
     given = {"stall_s": stall_s, "first_stall_s": 10 * stall_s, **options}
     guards = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    command = [*guards, f"--run-dir={run_dir}", str(DDP), *arguments]
+    command = [*guards, f"--run-dir={run_dir}", str(script), *arguments]
 
     def be_rank(rank: int) -> None:
         file = os.open(folder / f"terminal_{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 1)
         os.dup2(file, 2)
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        os.environ.update(
-            {name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-        )
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         raise SystemExit(guard.main(command))
 
     began = time.monotonic()
@@ -188,3 +193,27 @@ def test_the_verdict_comes_before_the_groups_own_timeout(tmp_path: Path) -> None
     assert done.verdict["culprits"] == [1]
     assert done.verdict["place"].startswith(line_of("sleep"))
     assert "init_process_group(timeout=...)" in done.verdict["remedy"]
+
+
+def test_the_pages_example_ends_as_shown(tmp_path: Path) -> None:
+    (script,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    (shown,) = re.findall(r"```\n(Training stalled.*?)```", PAGE, flags=re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    done = run(tmp_path, 2, script=tmp_path / "train.py", first_stall_s=5, stall_s=5)
+    assert done.verdict["sentence"].replace(f"{tmp_path}/", "") == " ".join(shown.split())
+
+
+def test_the_pages_commands_are_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
+    lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
+    given = [shlex.split(line.partition("-m safetrain.guard")[2]) for line in lines]
+    asked = [parse(arguments) for arguments in given if arguments != ["--help"]]
+    assert [(one.script, one.is_module) for one in asked] == [
+        ("train.py", False), ("mypackage.train", True), ("train.py", False), ("train.py", False),
+    ]  # fmt: skip
+    assert (asked[-1].stall_s, asked[-1].first_stall_s) == (5, 5)
+    defaults = asked[0]
+    assert f"`--stall-s` ({defaults.stall_s:g} s; `--first-stall-s`, {defaults.first_stall_s:g} s" in PAGE
+    assert f"`--busy-s` ({defaults.busy_s:,.0f} s)" in PAGE
