@@ -50,8 +50,8 @@ def main() -> None:
     guard_s = cpu_s_of_the_guard() - guard_before
     a_step = 1e3 / asked.steps
     print(
-        f"rank {os.environ['RANK']}: {wall_s * a_step:.2f} ms a step, {cpu_s * a_step:.2f} ms CPU, of which the guard's "
-        f"threads {1e3 * guard_s * a_step:.1f} us ({100 * guard_s / wall_s:.2f} % of the step)",
+        f"rank {os.environ['RANK']}: {wall_s * a_step:.2f} ms a step, {cpu_s * a_step:.2f} ms CPU; the guard's threads "
+        f"take {1e3 * guard_s * a_step:.1f} us ({100 * guard_s / wall_s:.2f} % of the step)",
         flush=True,
     )
     dist.barrier()

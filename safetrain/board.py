@@ -74,7 +74,7 @@ class Board:
         when, text = json.loads(self._store.get(f"beat/{rank}"))
         return max(0.0, time.time() - when), Testimony.from_json(text)
 
-    def leave(self, how: str = "left fit()") -> None:
+    def leave(self, how: str) -> None:
         """This rank is no longer watched; ``how`` goes after its name in a sentence. Empty: it takes part again."""
         self._store.set(f"left/{self._rank}", how)
 

@@ -7,7 +7,6 @@ Python itself would. The script need not know: what it does is seen from its pro
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import sys
@@ -82,9 +81,8 @@ def _guard(options: GuardOptions) -> int:
             ending.by_error(leave)
     except BaseException as error:  # noqa: BLE001  whatever it is, this rank must say so and go
         ending.by_error(error)
-    guarded.left = guarded.left or ENDED
-    with contextlib.suppress(Exception):  # whoever served the store may be done
-        board.leave(guarded.left)
+    guarded.left = ENDED
+    ending.note_end()
     watch.stop()
     log.flush()
     return 0

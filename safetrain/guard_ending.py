@@ -136,8 +136,15 @@ class Ending:
 
     def look_round(self, board: Board) -> None:
         """Leave where another rank has failed. For a thread beside the script, with a board of its own."""
-        failed = board.failed()
-        gone = [] if failed else [one for one in gone_ranks(at_once=True) if one.code != 0 and not board.left(one.rank)]
+        try:
+            failed = board.failed()
+            ended = [one for one in gone_ranks(at_once=True) if one.code != 0] if not failed else []
+            gone = [one for one in ended if not board.left(one.rank)]
+        except Exception:  # the store went with rank 0, which served it
+            failed = published(self._run_dir) is not None
+            gone = [] if failed or self._rank_0_is_done() else gone_ranks(at_once=True)
+            if not failed and not gone:
+                raise
         if not failed and not gone:
             return
         be_the_one_who_leaves()
@@ -148,6 +155,19 @@ class Ending:
             frame = user_frame(stack_of(threading.main_thread().ident or 0))
             self._tell(self._on_gone(gone, "" if frame is None else f"{frame.file}:{frame.line}"), board)
         leave_now()
+
+    def note_end(self) -> None:
+        """The script has ended well; where this rank serves the store, the others can't ask it any more."""
+        self._safely(lambda: self._board.leave(ENDED), None)
+        if self._rank == 0:
+            self._done.touch()
+
+    def _rank_0_is_done(self) -> bool:
+        return self._done.exists()
+
+    @property
+    def _done(self) -> Path:
+        return self._run_dir / "logs" / ".rank_0_is_done"
 
     def _on_gone(self, gone: Sequence[Exit], place: str) -> Verdict:
         """On ranks that ended without a word; ``place`` is where this one was."""

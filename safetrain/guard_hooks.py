@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -23,10 +24,12 @@ _PACKAGE = str(Path(__file__).parent)
 
 def follow_groups(guarded: Guarded, board: Board, options: GuardOptions, say: Callable[[str], None]) -> None:
     """Note when the script makes and destroys its default group; compare the ranks when it first does."""
-    compared = False
+    compared, pid = False, os.getpid()
 
     def made() -> None:
         nonlocal compared
+        if os.getpid() != pid:  # a forked child makes a group of its own
+            return
         if script_groups.world_of_group() != guarded.world_size:
             say(
                 f"the script has started {script_groups.world_of_group()} ranks by itself; only those that torchrun "
@@ -36,7 +39,7 @@ def follow_groups(guarded: Guarded, board: Board, options: GuardOptions, say: Ca
             return
         if guarded.left:
             guarded.left = ""
-            board.leave("")
+            _say_on(board, "")
         if options.preflight and not compared and guarded.world_size > 1:
             compared = True
             seen = guard_preflight.facts(None if options.is_module else Path(options.script), script_groups.backend())
@@ -45,8 +48,10 @@ def follow_groups(guarded: Guarded, board: Board, options: GuardOptions, say: Ca
                 guard_preflight.compare(joining.connection("guard_preflight"), guarded.world_size, say)
 
     def destroyed(where: str) -> None:
+        if os.getpid() != pid:
+            return
         guarded.left = f"destroyed its process group {where}"
-        board.leave(guarded.left)
+        _say_on(board, guarded.left)
 
     def spawns(where: str) -> None:
         say(
@@ -55,6 +60,11 @@ def follow_groups(guarded: Guarded, board: Board, options: GuardOptions, say: Ca
         )
 
     script_groups.tell_of_groups(made, destroyed, spawns)
+
+
+def _say_on(board: Board, how: str) -> None:
+    with suppress(Exception):  # the store went with the rank that served it, which was done first
+        board.leave(how)
 
 
 def note_exits(run_dir: Path, guarded: Guarded, board: Board) -> None:
@@ -66,13 +76,13 @@ def note_exits(run_dir: Path, guarded: Guarded, board: Board) -> None:
         if os.getpid() == pid and not caller.startswith(_PACKAGE):
             place = place_here()
             if code == 0:
-                board.leave(f"called os._exit(0) at {place}")
+                _say_on(board, f"called os._exit(0) at {place}")
             else:
                 failure = Failure.of(SystemExit(code), guarded.rank, victim=False)
                 told = replace(failure, error="os._exit", message=f"exit code {code}", place=place, traceback="")
                 told.write(run_dir)
-            for child in multiprocessing.active_children():
-                child.kill()
+                for child in multiprocessing.active_children():
+                    child.kill()
         leave(code)
 
     os._exit = noting  # type: ignore[assignment]

@@ -23,12 +23,13 @@ from safetrain.patience import Patience
 from safetrain.script_groups import progress
 from safetrain.stillness import Stillness, cpu_seconds, place_of
 from safetrain.telling import alike, names, tell, verb
-from safetrain.testimony import Testimony
+from safetrain.testimony import State, Testimony
 from safetrain.verdict import Verdict
 
 _UNDER_WAY = 20  # collectives: then making groups and DDP, and a first step, are done
-_SETTLED_S = 1.0  # shorter waits are not looked into
-_LOOKS_UNTIL_STALL = 300
+_SETTLED_S = 0.5  # shorter waits are not looked into
+_AS_LONG = 0.8
+_LOOKS_IN_A_ROW = 100  # then they become rarer
 
 
 class ScriptPatience(Patience):
@@ -117,7 +118,7 @@ class Guarded:
         now = time.monotonic()
         if patience.seconds < _SETTLED_S:
             self._stillness.forget()
-        elif now - self._looked_at >= self._options.stall_s / _LOOKS_UNTIL_STALL:
+        elif now - self._looked_at >= patience.seconds / _LOOKS_IN_A_ROW:
             self._looked_at = now
             self._stillness.look(now, cpu_seconds(), place_of(self.thread))
 
@@ -126,8 +127,9 @@ class Guarded:
         if self.left:
             return replace(one, state="left", note=self.left)
         last_chance = isinstance(patience, ScriptPatience) and patience.last_chance
-        at_work = one.state == "stuck" and self._stillness.is_busy
-        return replace(one, state="busy" if at_work else one.state, last_chance=last_chance)
+        at_work = self._stillness.is_busy
+        state = "busy" if one.state == "stuck" and at_work else one.state
+        return replace(one, state=state, at_work=at_work, last_chance=last_chance)
 
     def judge(self, heard: Sequence[Testimony]) -> Verdict | None:
         return judge(heard, self._options.busy_s)
@@ -141,12 +143,14 @@ class Guarded:
 
 def judge(heard: Sequence[Testimony], busy_s: float) -> Verdict | None:
     """The verdict on a script of which some rank issues no collective; None where it may go on."""
+    heard = with_the_last_chance(heard)
     waiting, busy = ([one for one in heard if one.state == state] for state in ("waiting", "busy"))
     if any(one.state == "paused" for one in heard):
         return None
     if busy:
-        too_long = max(one.seconds for one in busy) > busy_s or any(one.last_chance for one in waiting)
-        limited = [replace(one, limit_s=busy_s) for one in busy]
+        ending = any(one.last_chance for one in waiting)
+        too_long = max(one.seconds for one in busy) > busy_s or ending
+        limited = [one if ending else replace(one, limit_s=busy_s) for one in busy]
         return (
             stalled.stands(limited, [*limited, *(o for o in heard if o.state != "busy")])
             if waiting and too_long
@@ -155,6 +159,23 @@ def judge(heard: Sequence[Testimony], busy_s: float) -> Verdict | None:
     if not waiting and not all(one.state in ("stuck", "silent") and one.collectives for one in heard):
         return None  # nobody is held up by another
     return stalled.judge(heard)
+
+
+def with_the_last_chance(heard: Sequence[Testimony]) -> list[Testimony]:
+    """Where the group of ranks that wait is about to give up, what the others' own limits allow is no matter: those
+    that have made no progress for as long hold them up."""
+    ending = [one for one in heard if one.state == "waiting" and one.last_chance]
+    if not ending:
+        return list(heard)
+    limit_s = min(one.limit_s for one in ending)
+
+    def seen(one: Testimony) -> Testimony:
+        if one.state != "moving" or one.seconds < _AS_LONG * limit_s:
+            return one
+        state: State = "waiting" if one.pending else "busy" if one.at_work else "stuck"
+        return replace(one, state=state, limit_s=limit_s, last_chance=True)
+
+    return [seen(one) for one in heard]
 
 
 def warnings(heard: Sequence[Testimony], busy_s: float) -> list[str]:

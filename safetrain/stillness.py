@@ -16,7 +16,8 @@ from pathlib import Path
 
 _BUSY_CPU = 0.05  # of one core, over the later half of the time
 _SAME_PLACE = 0.9  # of all looks, for a place to be the one where it stands
-_FEWEST_LOOKS = 10
+_FEWEST_LOOKS = 10  # to judge by places; and
+_FEWEST_AT_ALL = 3
 _MOST_LOOKS = 600
 
 
@@ -36,9 +37,9 @@ class Stillness:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it is at work, as far as can be told."""
-        if len(self._looks) < 2:
-            return False
+        """Whether it is at work; True also as long as nothing can be told."""
+        if len(self._looks) < _FEWEST_AT_ALL:
+            return True
         half = list(self._looks)[len(self._looks) // 2 :] if len(self._looks) >= _FEWEST_LOOKS else list(self._looks)
         (began, cpu_before, _), (ended, cpu_after, _) = half[0], half[-1]
         if cpu_after - cpu_before >= _BUSY_CPU * (ended - began):

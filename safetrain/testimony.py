@@ -64,6 +64,7 @@ class Testimony:
         workers: loader processes, where the rank waits for one.
         note: of a rank that has left: what it did, where that is known.
         last_chance: the time limit of what it waits in is about to end the job anyway.
+        at_work: of a guarded script: it uses the CPU, or is at ever new places (stillness.py).
         time_ns, since_ns: when it was said, and when the phase began, by the rank's own clock; 0: not known.
     """
 
@@ -87,6 +88,7 @@ class Testimony:
     machine: str = ""
     note: str = ""
     last_chance: bool = False
+    at_work: bool = False
 
     @classmethod
     def brief(cls, rank: int, patience: Patience) -> Self:

@@ -13,25 +13,20 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from safetrain import machine
-from safetrain.activity import ACTIVITY
-from safetrain.board import Board
 from safetrain.comm import Comm
 from safetrain.config import Watchdog as WatchdogOptions
 from safetrain.departure import be_the_one_who_leaves, leave_now, print_verdict, tell
-from safetrain.patience import Patience
 from safetrain.retelling import retold, spread
 from safetrain.stacks import ENDED, answer_signals, state_of
-from safetrain.stalled import judge, judge_alone
+from safetrain.stalled import judge_alone
 from safetrain.testimony import Testimony
-from safetrain.verdict import Verdict
-from safetrain.whereabouts import note_whereabouts
+from safetrain.watched import Loop, Watched
 
 logger = logging.getLogger("safetrain")
 
@@ -49,74 +44,6 @@ _live: Watch | None = None
 _runs = 0
 
 
-class Watched(Protocol):
-    """What is watched: the loop of this process, or a script that knows nothing of it.
-
-    Attributes:
-        thread: the one whose stack tells where this rank is.
-    """
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def thread(self) -> int: ...
-
-    def board(self) -> Board:
-        """A new connection to what all ranks share."""
-
-    def patience(self) -> Patience:
-        """A new look at this process."""
-
-    def count(self) -> int:
-        """Grows with each progress."""
-
-    def look(self, patience: Patience, board: Board) -> None:
-        """Called at every look, before anything is judged by it."""
-
-    def testify(self, patience: Patience) -> Testimony: ...
-
-    def judge(self, heard: Sequence[Testimony]) -> Verdict | None:
-        """Pure: what all ranks say, by rank."""
-
-    def carries_on(self, heard: Sequence[Testimony], board: Board) -> None:
-        """Nobody was condemned: this rank, the judge, may say something of it."""
-
-
-class _Loop:
-    """safetrain's own loop, which says itself what it does."""
-
-    def __init__(self, comm: Comm, options: WatchdogOptions, run: int) -> None:
-        self._comm, self._options, self._run = comm, options, run
-        self.rank, self.world_size, self.local_rank = comm.rank, comm.world_size, comm.local_rank
-        self.thread = threading.get_ident()
-
-    def board(self) -> Board:
-        return Board(self._comm.clone_store(f"watchdog/{self._run}"), self.rank)
-
-    def patience(self) -> Patience:
-        return Patience(self._options, ACTIVITY)
-
-    def count(self) -> int:
-        return ACTIVITY.count
-
-    def look(self, _patience: Patience, _board: Board) -> None:
-        note_whereabouts(self.local_rank)
-
-    def testify(self, patience: Patience) -> Testimony:
-        calls = self._comm.collectives.recent() or [str(call) for call in self._comm.collectives.voted()]
-        return Testimony.full(self.rank, patience, self.thread, calls)
-
-    def judge(self, heard: Sequence[Testimony]) -> Verdict | None:
-        return judge(heard)
-
-    def carries_on(self, _heard: Sequence[Testimony], _board: Board) -> None:
-        pass
-
-
 @contextmanager
 def watch(comm: Comm, options: WatchdogOptions, run_dir: Path | None, *, tells: bool = True) -> Iterator[None]:
     """Watch this process' calling thread until the block ends. Every rank does so; in another such block, nothing more.
@@ -128,7 +55,7 @@ def watch(comm: Comm, options: WatchdogOptions, run_dir: Path | None, *, tells: 
         yield
         return
     _runs += 1
-    _live = Watch(_Loop(comm, options, _runs), options, run_dir, tells=tells)
+    _live = Watch(Loop(comm, options, _runs), options, run_dir, tells=tells)
     try:
         yield
     finally:
@@ -173,7 +100,7 @@ class Watch:
                 self._watched.look(self._patience, self._board)
                 self._patience.look(time.monotonic())
                 self._look()
-            self._board.leave()
+            self._board.leave(self._watched.left)
         except Exception:  # a store that is gone, mostly; the guard goes on alone
             if not self._stopped.is_set():
                 logger.warning("rank %d: its watchdog can't reach the other ranks' any more", self._rank, exc_info=True)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import shlex
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ def run(
         file = os.open(folder / f"terminal_{rank}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, 1)
         os.dup2(file, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in place.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
