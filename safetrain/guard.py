@@ -60,8 +60,7 @@ def _guard(options: GuardOptions) -> int:
         log.terminal.write(f"safetrain.guard: {text}\n")
         log.terminal.flush()
 
-    if not faulthandler.is_enabled():
-        faulthandler.enable()
+    faulthandler.enable()
     os.register_at_fork(after_in_child=answer_signals)
     ending: Ending
     guarded = Guarded(rank, world_size, local_rank, options, lambda board: ending.look_round(board), say)

@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,13 @@ class Guarded:
 
 
 def run(
-    folder: Path, world_size: int, *arguments: str, script: Path = DDP, stall_s: float = STALL_S, **options: float
+    folder: Path,
+    world_size: int,
+    *arguments: str,
+    script: Path = DDP,
+    stall_s: float = STALL_S,
+    srun: bool = False,
+    **options: float,
 ) -> Guarded:
     """Run a script on so many ranks, with the guard's options and the script's arguments."""
     port, run_dir = str(free_port()), folder / "run"
@@ -62,9 +69,11 @@ def run(
         os.dup2(file, 1)
         os.dup2(file, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        os.environ.update({name: str(value) for name, value in place.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        by_hand = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        by_hand |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        by_srun = {"SLURM_JOB_ID": port, "SLURM_STEP_NUM_TASKS": world_size, "SLURM_NODEID": 0,
+                   "SLURM_STEP_TASKS_PER_NODE": world_size, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}  # fmt: skip
+        os.environ.update({name: str(value) for name, value in (by_srun if srun else by_hand).items()})
         raise SystemExit(guard.main(command))
 
     began = time.monotonic()
@@ -72,8 +81,11 @@ def run(
     processes = [context.Process(target=be_rank, args=(rank,)) for rank in range(world_size)]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(max(0.1, began + LIMIT_S - time.monotonic()))
+    running = {process.sentinel for process in processes}
+    while running and (left_s := began + LIMIT_S - time.monotonic()) > 0:  # none is reaped before all have ended
+        running -= set(wait(running, left_s))
+    for process in processes:  # whose sentinel is there a moment before its exit code
+        process.join(1 if process.sentinel not in running else 0)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
@@ -100,6 +112,12 @@ def test_a_healthy_script_runs_as_ever(tmp_path: Path, world_size: int) -> None:
         assert (said in done.terminals[rank]) is (rank == 0)
     assert f"safetrain.guard: {world_size} ranks, " in done.terminals[0]
     assert not (done.run_dir / "failure.json").exists()
+
+
+def test_tasks_of_srun_are_ranks(tmp_path: Path) -> None:
+    done = run(tmp_path, 2, srun=True)
+    assert done.codes == [0, 0]
+    assert [f"rank {rank} of 2 done: 24 steps" in done.log(rank) for rank in (0, 1)] == [True, True]
 
 
 @RANKS
@@ -166,7 +184,7 @@ def test_a_skipped_batch_ends_with_both_lines(tmp_path: Path, culprit: int) -> N
     assert all(code not in (0, None) for code in done.codes)
     text = done.verdict["text"]
     assert line_of("backward") in text
-    assert line_of("end") in text
+    assert line_of("all_reduce first") in text
     assert "equally many batches" in text
 
 

@@ -170,6 +170,8 @@ def test_work_of_long_ago_does_not_count() -> None:
 def test_progress_begins_anew() -> None:
     found = still(100, 0.9, 1)
     found.forget()
+    for n in range(100, 104):
+        found.look(float(n), 90.0, 0)
     assert not found.is_busy
 
 
