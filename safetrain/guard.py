@@ -37,7 +37,7 @@ def _guard(options: GuardOptions) -> int:
     from safetrain.guard_hooks import follow_groups, note_exits
     from safetrain.guarded import Guarded
     from safetrain.rank_log import redirect_output
-    from safetrain.run_dir import choose_run_dir, shown
+    from safetrain.run_dir import shown
     from safetrain.run_script import run_script
     from safetrain.scheduler import placement
     from safetrain.stacks import answer_signals
@@ -50,10 +50,10 @@ def _guard(options: GuardOptions) -> int:
     if world_size > 1:
         store = joining.meet(rank, world_size, joining.join_limit_s(options.join_s), for_gloo=False).store
         if rank == 0:
-            store.set("run_dir", options.run_dir or choose_run_dir(RUNS))
+            store.set("run_dir", str(_take_run_dir(options)))
         run_dir = Path(store.get("run_dir").decode())
     else:
-        run_dir = Path(options.run_dir or choose_run_dir(RUNS))
+        run_dir = _take_run_dir(options)
     log = redirect_output(run_dir, rank, logging_too=False)
 
     def say(text: str) -> None:
@@ -69,7 +69,7 @@ def _guard(options: GuardOptions) -> int:
     ending.answer_sigterm(guarded.board())
     if rank == 0:
         alone = "" if world_size > 1 else "; for more, torchrun --nproc-per-node 2 -m safetrain.guard ..."
-        say(f"{world_size} rank{'s' * (world_size > 1)}, {shown(run_dir.absolute())}{alone}")
+        say(f"{world_size} rank{'s' * (world_size > 1)}, {shown(run_dir)}{alone}")
     follow_groups(guarded, board, options, say)
     note_exits(run_dir, guarded, board)
     watch = Watch(guarded, options.watchdog(), run_dir, tells=True)
@@ -85,6 +85,19 @@ def _guard(options: GuardOptions) -> int:
     watch.stop()
     log.flush()
     return 0
+
+
+def _take_run_dir(options: GuardOptions) -> Path:
+    """Absolute, since the script may go elsewhere; what an earlier run has left there is put away."""
+    from safetrain.guard_ending import RANK_0_IS_DONE
+    from safetrain.run_dir import choose_run_dir
+    from safetrain.verdict import put_away
+
+    run_dir = Path(options.run_dir or choose_run_dir(RUNS)).absolute()
+    if run_dir.exists():
+        put_away(run_dir)
+        (run_dir / RANK_0_IS_DONE).unlink(missing_ok=True)
+    return run_dir
 
 
 if __name__ == "__main__":

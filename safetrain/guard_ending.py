@@ -40,6 +40,7 @@ from safetrain.words import call_in_words, ranks_in_words
 T = TypeVar("T")
 
 ENDED = "ended its script"
+RANK_0_IS_DONE = "logs/.rank_0_is_done"
 TOLD_TO_LEAVE = "was told to leave"
 _EVIDENCE_S = 1.0  # a victim's longest wait for what tells whose fault it was
 _FAREWELL_S = 1.0  # and for a culprit to tell it
@@ -61,7 +62,7 @@ class Ending:
         """The script raised: as a culprit or as a victim, this process ends here."""
         code = _exit_code(error)
         if isinstance(error, KeyboardInterrupt):
-            self._board.leave(f"{TOLD_TO_LEAVE} (Ctrl-C)")
+            self._safely(lambda: self._board.leave(f"{TOLD_TO_LEAVE} (Ctrl-C)"), None)
             self._go(code)
         without_our_frames(error)
         failure = _record(error, self._rank)
@@ -167,7 +168,7 @@ class Ending:
 
     @property
     def _done(self) -> Path:
-        return self._run_dir / "logs" / ".rank_0_is_done"
+        return self._run_dir / RANK_0_IS_DONE
 
     def _on_gone(self, gone: Sequence[Exit], place: str) -> Verdict:
         """On ranks that ended without a word; ``place`` is where this one was."""

@@ -25,6 +25,7 @@ _PACKAGE = str(Path(__file__).parent)
 def follow_groups(guarded: Guarded, board: Board, options: GuardOptions, say: Callable[[str], None]) -> None:
     """Note when the script makes and destroys its default group; compare the ranks when it first does."""
     compared, pid = False, os.getpid()
+    script = Path(options.script).absolute() if not options.is_module and Path(options.script).is_file() else None
 
     def made() -> None:
         nonlocal compared
@@ -42,7 +43,7 @@ def follow_groups(guarded: Guarded, board: Board, options: GuardOptions, say: Ca
             _say_on(board, "")
         if options.preflight and not compared and guarded.world_size > 1:
             compared = True
-            seen = guard_preflight.facts(None if options.is_module else Path(options.script), script_groups.backend())
+            seen = guard_preflight.facts(script, script_groups.backend())
             joining.connection("guard_preflight").set(f"facts/{guarded.rank}", json.dumps(seen))
             if guarded.rank == 0:
                 guard_preflight.compare(joining.connection("guard_preflight"), guarded.world_size, say)

@@ -51,9 +51,11 @@ class GuardOptions:
 
 
 def parse(arguments: Sequence[str]) -> GuardOptions:
-    """Raises:
-    UsageError: an unknown option, a wrong value, no script, or one that is not there.
-    SystemExit: help was asked for.
+    """What was asked for on the command line.
+
+    Raises:
+        UsageError: an unknown option, a wrong value, no script, or one that is not there.
+        SystemExit: help was asked for.
     """
     head, is_module, rest = _split(arguments)
     asked = _parser().parse_args(head)

@@ -111,7 +111,15 @@ def test_only_one_place_instantiates() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["safetrain", "safetrain.config", "safetrain.cli", "safetrain.errors", "safetrain.lint_command", "safetrain.rank"],
+    [
+        "safetrain",
+        "safetrain.config",
+        "safetrain.cli",
+        "safetrain.errors",
+        "safetrain.lint_command",
+        "safetrain.rank",
+        "safetrain.guard",
+    ],
 )
 def test_what_answers_at_once_does_not_wait_for_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'hydra' in sys.modules)"
