@@ -42,6 +42,7 @@ T = TypeVar("T")
 ENDED = "ended its script"
 RANK_0_IS_DONE = "logs/.rank_0_is_done"
 TOLD_TO_LEAVE = "was told to leave"
+_NOT_SURELY_FAILED = (None, -signal.SIGTERM, 128 + signal.SIGTERM)
 _EVIDENCE_S = 1.0  # a victim's longest wait for what tells whose fault it was
 _FAREWELL_S = 1.0  # and for a culprit to tell it
 _RETOLD_S = 4.0
@@ -137,13 +138,16 @@ class Ending:
 
     def look_round(self, board: Board) -> None:
         """Leave where another rank has failed. For a thread beside the script, with a board of its own."""
+        ended = [one for one in gone_ranks(at_once=True) if one.code != 0]
+        # who is surely a failure is not asked for in the store, which may have gone with it, and then not answer
+        gone = [one for one in ended if one.code not in _NOT_SURELY_FAILED]
         try:
-            failed = board.failed()
-            ended = [one for one in gone_ranks(at_once=True) if one.code != 0] if not failed else []
-            gone = [one for one in ended if not board.left(one.rank)]
+            failed = not gone and board.failed()
+            if not gone and not failed:
+                gone = [one for one in ended if not board.left(one.rank)]
         except Exception:  # the store went with rank 0, which served it
             failed = published(self._run_dir) is not None
-            gone = [] if failed or self._rank_0_is_done() else gone_ranks(at_once=True)
+            gone = [] if failed or self._rank_0_is_done() else ended
             if not failed and not gone:
                 raise
         if not failed and not gone:

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,9 @@ def run(
     processes = [context.Process(target=be_rank, args=(rank,)) for rank in range(world_size)]
     for process in processes:
         process.start()
-    running = {process.sentinel for process in processes}
-    while running and (left_s := began + LIMIT_S - time.monotonic()) > 0:  # none is reaped before all have ended
-        running -= set(wait(running, left_s))
-    for process in processes:  # whose sentinel is there a moment before its exit code
-        process.join(1 if process.sentinel not in running else 0)
-    codes = [process.exitcode for process in processes]
+    while not all(map(has_ended, processes)) and time.monotonic() - began < LIMIT_S:
+        time.sleep(0.02)
+    codes = [process.exitcode if has_ended(process) else None for process in processes]
     for process in processes:
         process.kill()
         process.join()
@@ -94,6 +91,12 @@ def run(
     found = Guarded(codes, terminals, run_dir, time.monotonic() - began)
     print(found.codes, *found.terminals, sep="\n")
     return found
+
+
+def has_ended(process: BaseProcess) -> bool:
+    """Looks without reaping it: a launcher that has read an exit code keeps it to itself."""
+    assert process.pid is not None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def line_of(mark: str) -> str:
