@@ -100,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m safetrain.guard",
         usage=_USAGE,
-        description="Run a torch.distributed script, unchanged, so that it never hangs or dies without saying\nwhy: which "
-        "rank, at which line of your code, what the others wait in, what to do.",
+        description="Run a torch.distributed script, unchanged, so that it never hangs or dies without saying\nwhy: "
+        "which rank, at which line of your code, what the others wait in, what to do.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
