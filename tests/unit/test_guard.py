@@ -231,6 +231,18 @@ def test_a_group_that_is_about_to_give_up_is_the_last_chance() -> None:
     assert verdict.culprits == (0,)
 
 
+@pytest.mark.parametrize(("at_work", "words"), [(False, "is stuck"), (True, "is at work outside any collective")])
+def test_its_own_limit_does_not_save_who_holds_them_up(at_work: bool, words: str) -> None:
+    waits = replace(rank(1, "waiting", seconds=55), limit_s=54, last_chance=True)
+    culprit = replace(rank(0, "moving", _THERE, seconds=55), at_work=at_work)
+    verdict = judge([culprit, waits], 1800)
+    assert verdict is not None
+    assert verdict.culprits == (0,)
+    assert words in verdict.sentence
+    assert "init_process_group(timeout=...)" in verdict.remedy
+    assert judge([replace(culprit, seconds=3), waits], 1800) is None  # it has only just moved
+
+
 @pytest.mark.parametrize(
     "heard",
     [
