@@ -9,19 +9,59 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Protocol
 
-from safetrain.comm import Comm
 from safetrain.testimony import Testimony
 
 
-class Board:
-    """One run's keys; inquiries are numbered from 1."""
+class Store(Protocol):
+    """What of torch's store is used here."""
 
-    def __init__(self, comm: Comm, run: int) -> None:
-        self._store = comm.clone_store(f"watchdog/{run}")
-        self._rank, self._world_size = comm.rank, comm.world_size
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+class MemoryStore:
+    """A store for a process that is alone."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str, /) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str, /) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int, /) -> int:
+        number = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(number).encode()
+        return number
+
+
+class Board:
+    """One run's keys; inquiries are numbered from 1. ``store`` is a connection that no other thread uses."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
 
     # --- at all times -----------------------------------------------------------------------------------------------
+
+    def fail(self) -> None:
+        """A rank has failed, and its verdict is told: all are to go."""
+        self._store.set("failed", "")
+
+    def failed(self) -> bool:
+        return bool(self._store.check(["failed"]))
+
+    def first_to_say(self, what: str) -> bool:
+        """True for one rank, and once."""
+        return self._store.add(f"said/{what}", 1) == 1
 
     def beat(self, testimony: Testimony) -> None:
         """This rank's watchdog lives."""
@@ -34,12 +74,14 @@ class Board:
         when, text = json.loads(self._store.get(f"beat/{rank}"))
         return max(0.0, time.time() - when), Testimony.from_json(text)
 
-    def leave(self) -> None:
-        """This rank is no longer watched."""
-        self._store.set(f"left/{self._rank}", "")
+    def leave(self, how: str) -> None:
+        """This rank is no longer watched; ``how`` goes after its name in a sentence. Empty: it takes part again."""
+        self._store.set(f"left/{self._rank}", how)
 
-    def has_left(self, rank: int) -> bool:
-        return bool(self._store.check([f"left/{rank}"]))
+    def left(self, rank: int) -> str:
+        """How a rank has left; empty where it has not."""
+        key = f"left/{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
 
     # --- inquiries --------------------------------------------------------------------------------------------------
 

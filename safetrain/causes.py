@@ -48,6 +48,8 @@ _CODES = {
     127: "the command was not found",
 }
 
+OTHER_SIZE = "ranks gave tensors of different size to one collective"
+
 _ERRORS = {
     r"DataLoader worker.*killed by signal: Bus error|shared memory\(shm\)|</torch_\d+|/dev/shm": _SHARED_MEMORY,
     r"DataLoader worker.*killed by signal: Killed": "a loader process was killed, as a rule because memory ran out "
@@ -68,12 +70,14 @@ _ERRORS = {
     r"DefaultCPUAllocator|can't allocate memory|MemoryError|Cannot allocate memory|Errno 12\b": "the machine's memory "
     "ran out: a smaller loader.batch_size with a larger loop.accumulate trains the same; fewer loader processes "
     "(loader.num_workers) help, too.",
-    r"op\.preamble\.length <= op\.nbytes": "ranks gave tensors of different size to one collective.",
+    r"op\.preamble\.length <= op\.nbytes": f"{OTHER_SIZE}.",
 }
 
 _CRASH = re.compile(
     r"^(?P<why>Fatal Python error: .+)\n(?:.*\n)*?Current thread .*\n(?P<stack>(?: +File .*\n)+)", re.MULTILINE
 )
+_ABORTED = re.compile(r"^Fatal Python error: .+$", re.MULTILINE)
+_THREAD = re.compile(r"^Thread .*\(most recent call first\):\n((?: +File .*\n)+)", re.MULTILINE)
 _SHOWN_FRAMES = 8
 
 
@@ -97,7 +101,12 @@ def of_exit(code: int | None) -> str:
 def crash_in(log: str) -> list[str]:
     """The Python stack of a crash in native code, as ``faulthandler`` wrote it into a log: why, and innermost first."""
     found = _CRASH.search(log)
-    return [] if found is None else [found["why"], *found["stack"].splitlines()[:_SHOWN_FRAMES]]
+    if found is not None:
+        return [found["why"], *found["stack"].splitlines()[:_SHOWN_FRAMES]]
+    why, threads = _ABORTED.search(log), _THREAD.findall(log)
+    if why is None or not threads:
+        return []
+    return [why[0], *threads[-1].splitlines()[:_SHOWN_FRAMES]]  # a thread of C++ gave up: where Python's main one was
 
 
 def of_error(error: str, message: str) -> str:

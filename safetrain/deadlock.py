@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from safetrain.advice import advice_on, is_script
 from safetrain.bypass import ways_past
 from safetrain.standstill import Remedy
 from safetrain.telling import alike, called, names, tell, verb, wait_in_words, when
 from safetrain.testimony import Testimony
 
 _WAYS_TOLD = 3
-_TOGETHER = (
-    "call it on all ranks or on none. Decide together (self.agree), and do one rank's work in "
-    '`with self.rank_zero("name") as mine:`, where the others wait without a collective.'
-)
 
 
 @dataclass(frozen=True)
@@ -40,22 +37,25 @@ def explain(ranks: Sequence[Testimony]) -> Deadlock:
     absent = [other for other in others if not _came(other, one)]
     if not absent:
         return _different_calls(sides, culprits)
-    call, seconds = f"{wait_in_words(one)} {when(one)}", f"{one.seconds:.0f} s"
+    call, seconds = f"{wait_in_words(one)}{called(one) if is_script(one) else when(one)}", f"{one.seconds:.0f} s"
     if len(waiting) < len(absent):
         story = f"only {names(waiting)} came to {call}; {names(absent)} did not, within {seconds}"
     else:
         has = verb(waiting, "has", "have")
         story = f"{names(absent)} did not come to {call}, where {names(waiting)} {has} waited for {seconds}"
-    return Deadlock(f"Training stalled: {story}.", culprits, tuple(waiting), Remedy("waiting", _way(one), _TOGETHER))
+    return Deadlock(
+        f"Training stalled: {story}.", culprits, tuple(waiting), Remedy("waiting", _way(one), advice_on(one).together)
+    )
 
 
 def _all_in_one(ranks: Sequence[Testimony]) -> Deadlock:
-    sentence = f"Training stalled: {tell(ranks)[:-1].lower()}, all of them, for {ranks[0].seconds:.0f} s."
+    told = tell(ranks)
+    sentence = f"Training stalled: {told[0].lower()}{told[1:-1]}, all of them, for {ranks[0].seconds:.0f} s."
     remedy = Remedy(
         "waiting",
         "the network lost a message or is very slow, or a group that other processes belong to.",
-        "look at the network between the machines. If the wait is a long one by nature, raise watchdog.stall_s (the "
-        f"limit was {ranks[0].limit_s:.3g} s).",
+        "look at the network between the machines. If the wait is a long one by nature, raise "
+        f"{advice_on(ranks[0]).limit} (it was {ranks[0].limit_s:.3g} s).",
     )
     return Deadlock(sentence, tuple(one.rank for one in ranks), tuple(ranks[:1]), remedy)
 
@@ -64,11 +64,11 @@ def _different_calls(sides: Sequence[Sequence[Testimony]], culprits: tuple[int, 
     one, other = sides[0][0], sides[1][0]
     sentence = (
         f"Training stalled: the ranks call different collectives at the same point: {names(sides[0])} "
-        f"{wait_in_words(one)}{called(one)}, {names(sides[1])} {wait_in_words(other)}{called(other)}, {when(one)}, "
-        f"for {one.seconds:.0f} s."
+        f"{wait_in_words(one)}{called(one)}, {names(sides[1])} {wait_in_words(other)}{called(other)}"
+        f"{',' if when(one) else ''}{when(one)}, for {one.seconds:.0f} s."
     )
     cause = "two branches of a condition that differs between ranks, or the same calls in another order."
-    return Deadlock(sentence, culprits, tuple(sides[0]), Remedy("waiting", cause, _TOGETHER))
+    return Deadlock(sentence, culprits, tuple(sides[0]), Remedy("waiting", cause, advice_on(one).together))
 
 
 def _came(other: Testimony, one: Testimony) -> bool:

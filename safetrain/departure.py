@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -13,7 +14,13 @@ from typing import NoReturn
 from safetrain import rank_log
 from safetrain.verdict import Verdict, published
 
+_leaving = threading.Lock()
 _FLUSH_S = 0.5  # the thread that trains may hold the lock of a stream for ever
+
+
+def be_the_one_who_leaves() -> None:
+    """Of several threads of this process that have found an end, the first goes on, and the others wait for it."""
+    _leaving.acquire()
 
 
 def tell(verdict: Verdict, run_dir: Path | None, *, tells: bool) -> None:
@@ -35,6 +42,8 @@ def leave_now(silent: Iterable[int] = ()) -> NoReturn:
     for pid in silent:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
+    for child in multiprocessing.active_children():  # a loader process that is stuck would never miss its rank
+        child.kill()
     within(_FLUSH_S, rank_log.flush)
     os._exit(1)
 

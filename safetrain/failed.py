@@ -87,7 +87,9 @@ def _of_records(failures: Sequence[Failure]) -> Verdict:
     if first.error == PreflightError.__name__:  # the same on all ranks, and nobody's fault
         return Verdict("Refused before the first step.", detail=first.message.replace("\n", "\n    "))
     evidence: tuple[str, ...]
-    if first.place:
+    if not first.traceback:  # it left by os._exit
+        evidence = ()
+    elif first.place:
         evidence = (f"Traceback of rank {first.rank}, from your code on:", first.traceback)
     else:
         evidence = ("None of your code was running; the traceback is in the log.",)
@@ -134,6 +136,7 @@ def _of_exits(silent: Sequence[Exit], run_dir: Path) -> Verdict:
         culprits=tuple(one.rank for one in silent),
         place=next(iter(user_lines("\n".join(crash))), ""),
         others=tuple(f"Also, {_ended(one)}" for one in others),
+        cause=causes.of_error("", text) if crash else "",
         evidence=tuple(evidence),
     )
 

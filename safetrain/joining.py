@@ -67,8 +67,9 @@ _current: Meeting | None = None
 _meetings = 0
 
 
-def meet(rank: int, world_size: int, limit_s: float) -> Meeting:
-    """Find the other ranks; a second call, until ``part``, returns the first one's result.
+def meet(rank: int, world_size: int, limit_s: float, *, for_gloo: bool = True) -> Meeting:
+    """Find the other ranks; a second call, until ``part``, returns the first one's result. ``for_gloo``: refuse what
+    Gloo can't go through.
 
     Raises:
         UsageError: a rank is missing or there twice, the ranks don't agree on their number, the address is wrong or
@@ -76,14 +77,15 @@ def meet(rank: int, world_size: int, limit_s: float) -> Meeting:
     """
     global _current, _meetings
     if _current is None:
-        network.check_gloo_interfaces()
+        if for_gloo:
+            network.check_gloo_interfaces()
         deadline = time.monotonic() + limit_s
         base = _find_store(rank, limit_s)
         _meetings += 1
         store = PrefixStore(f"safetrain/meeting_{_meetings}", base)
         me = Place(rank, world_size, machine.host(), os.getpid(), network.gloo_address(), machine.identity())
         try:
-            places = _roll_call(PrefixStore("roll", store), me, deadline, limit_s)
+            places = _roll_call(PrefixStore("roll", store), me, deadline, limit_s, for_gloo)
         except dist.DistError as error:
             raise UsageError(f"rank {rank}: the store of all ranks, which rank 0 serves, is gone.") from error
         _current = Meeting(store, places)
@@ -94,6 +96,12 @@ def part() -> None:
     """The ranks go apart; the next ``meet`` is a new meeting."""
     global _current
     _current = None
+
+
+def connection(prefix: str) -> Store:
+    """To the store of those who have met, for another thread."""
+    assert _current is not None
+    return PrefixStore(prefix, _current.store.clone())  # type: ignore[attr-defined]
 
 
 def known_places() -> tuple[Place, ...]:
@@ -140,7 +148,9 @@ def _open_store(host: str, port: int, serves: bool, limit_s: float) -> Store:
     def open_it() -> None:
         limit = timedelta(seconds=limit_s)
         try:
-            opened.append(TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit))
+            # multi_tenant: a guarded script opens one at the same port, and gets this server
+            store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit, multi_tenant=True)
+            opened.append(store)
         except (RuntimeError, ValueError) as error:
             opened.append(error)
 
@@ -182,11 +192,12 @@ def _port() -> int:
     return int(text)
 
 
-def _roll_call(store: Store, me: Place, deadline: float, limit_s: float) -> tuple[Place, ...]:
+def _roll_call(store: Store, me: Place, deadline: float, limit_s: float, for_gloo: bool) -> tuple[Place, ...]:
     number = store.add("arrivals", 1)
     store.set(f"arrival_{number}", json.dumps(asdict(me)))
     if me.rank == 0:
         wrong, places = _await_all(store, me, deadline, limit_s)
+        wrong = wrong or (_unreachable(places) if for_gloo else "")
         verdict = {"wrong": wrong, "places": [asdict(place) for place in places]}
         store.compare_set("verdict", "", json.dumps(verdict))
     else:
@@ -236,7 +247,7 @@ def _await_all(store: Store, me: Place, deadline: float, limit_s: float) -> tupl
             return _twice(places[place.rank], place), []
         places[place.rank] = place
     ordered = [places[rank] for rank in range(me.world_size)]
-    return _unreachable(ordered), ordered
+    return "", ordered
 
 
 def _missing(me: Place, places: dict[int, Place], limit_s: float) -> str:

@@ -29,13 +29,17 @@ _live: RankLog | None = None
 _step_aside: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def redirect_output(run_dir: Path, rank: int) -> RankLog:
+def redirect_output(run_dir: Path, rank: int, *, logging_too: bool = True) -> RankLog:
     """Send this process' output to ``run_dir/logs/rank_<rank>.log`` from now until it ends. Call it once, early.
+
+    ``logging_too``: set up Python's logging, which a script that is not ours does itself.
 
     A process that leaves by ``os._exit`` calls ``flush()`` first.
     """
     global _live
     _live = RankLog(run_dir / "logs" / f"rank_{rank}.log", rank)
+    if logging_too:
+        _configure_logging(None if rank == 0 else _WarningsOnTerminal(_live.terminal, rank))
     return _live
 
 
@@ -113,7 +117,6 @@ class RankLog:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True)
-        _configure_logging(None if rank == 0 else _WarningsOnTerminal(self.terminal, rank))
         self._unfinished_line = b""
         self._copying = threading.Lock()
         self._followed = rank == 0
@@ -126,6 +129,11 @@ class RankLog:
         """Return when everything written so far is in the file and, on rank 0, on the terminal."""
         _flush_standard_streams()
         self._copy(whole_lines=False)
+
+    def stop_following(self) -> None:
+        """What comes from now on goes into the file only."""
+        self.flush()
+        self._followed = False
 
     def _follow(self) -> None:
         tick = threading.Event()

@@ -10,11 +10,12 @@ import json
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from safetrain import machine
 from safetrain.comm import Comm
 from safetrain.departure import within
-from safetrain.joining import known_places
+from safetrain.joining import connection, known_places
 from safetrain.verdict import published, told_by
 
 _KEY = "verdict"
@@ -29,13 +30,12 @@ def several_machines() -> bool:
 
 def spread(text: str) -> None:
     """Leave the verdict for the other machines; takes a second at most, whatever became of the store."""
-    comm = Comm.live()
-    if comm is None or not several_machines():
+    if not several_machines():
         return
 
     def leave() -> None:
         with suppress(Exception):  # it is gone
-            comm.clone_store(_KEY).set(_KEY, json.dumps([machine.identity(), text]))
+            _store().set(_KEY, json.dumps([machine.identity(), text]))
 
     within(_SPREAD_S, leave)
 
@@ -52,12 +52,17 @@ def retold(run_dir: Path, limit_s: float) -> str:
     return heard[0][1]
 
 
+def _store() -> Any:
+    comm = Comm.live()
+    return connection(_KEY) if comm is None else comm.clone_store(_KEY)
+
+
 def _listen(run_dir: Path, limit_s: float) -> list[tuple[str, str]]:
     """The machine whose rank has told the verdict, and the verdict, as soon as it can be read."""
-    comm, deadline = Comm.live(), time.monotonic() + limit_s
+    deadline = time.monotonic() + limit_s
     store = None
     with suppress(Exception):
-        store = None if comm is None else comm.clone_store(_KEY)
+        store = _store()
     while time.monotonic() < deadline:
         if (told := published(run_dir)) is not None:
             return [(told_by(run_dir), told.text)]

@@ -24,7 +24,7 @@ _FILE_NAME = "safetrain-stacks"
 _SIGNAL_OFFSET = 9  # a real-time signal: nobody else uses it
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 _ANSWER_LIMIT_S = 0.3
-_ENTRIES = {("trainer.py", "fit"), ("worker.py", "_worker_loop")}  # of safetrain, of torch's loader
+_ENTRIES = {("safetrain", "trainer.py", "fit"), ("_utils", "worker.py", "_worker_loop")}  # the latter: torch's loader
 
 _file: int | None = None
 
@@ -59,7 +59,7 @@ def user_frame(stack: Iterable[Frame]) -> Frame | None:
     for frame in reversed(tuple(stack)):
         if is_user_file(frame.file):
             return frame
-        if (Path(frame.file).name, frame.function) in _ENTRIES:
+        if (*Path(frame.file).parts[-2:], frame.function) in _ENTRIES:
             return None
     return None
 

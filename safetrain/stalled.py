@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from safetrain.advice import advice_on, is_script
 from safetrain.deadlock import explain
 from safetrain.failure import is_user_file
 from safetrain.standstill import Remedy, remedy_for
-from safetrain.telling import alike, called, names, situation, tell, verb, wait_in_words, when
+from safetrain.telling import alike, called, left_how, names, situation, tell, verb, wait_in_words, when
 from safetrain.testimony import Testimony
 from safetrain.verdict import Verdict
 
@@ -26,7 +27,7 @@ def judge(testimonies: Sequence[Testimony]) -> Verdict | None:
     if any(one.state == "paused" for one in ranks):  # somebody is debugging: nobody is late
         return None
     if culprits:
-        return _stands(culprits, ranks)
+        return stands(culprits, ranks)
     if any(one.state == "moving" for one in ranks):
         return None
     left = [one for one in ranks if one.state == "left"]
@@ -50,18 +51,18 @@ def judge_alone(one: Testimony) -> Verdict:
     )
     doing = f"waits in {wait_in_words(one)}{called(one)}" if one.state == "waiting" else "is stuck"
     sentence = (
-        f"Training stalled: rank {one.rank} {doing} {when(one)} ({one.host}, process {one.pid}), without progress for "
+        f"Training stalled: rank {one.rank} {doing}{when(one)} ({one.host}, process {one.pid}), without progress for "
         f"{one.seconds:.0f} s, and the other ranks cannot be asked."
     )
     return _verdict(sentence, [one.rank], [one], [one], remedy)
 
 
-def _stands(culprits: Sequence[Testimony], ranks: Sequence[Testimony]) -> Verdict:
+def stands(culprits: Sequence[Testimony], ranks: Sequence[Testimony]) -> Verdict:
     first = max(culprits, key=lambda one: (one.state == "silent", one.seconds))
     same = [one for one in culprits if situation(one) == situation(first)]
     remedy = remedy_for(first)
     sentence = (
-        f"Training stalled: {names(same)} {verb(same, 'is', 'are')} {remedy.state} {when(first)} "
+        f"Training stalled: {names(same)} {verb(same, 'is', 'are')} {remedy.state}{when(first)} "
         f"({first.host}, process {first.pid}), without progress for {first.seconds:.0f} s."
     )
     return _verdict(sentence, [one.rank for one in same], same, ranks, remedy)
@@ -69,13 +70,11 @@ def _stands(culprits: Sequence[Testimony], ranks: Sequence[Testimony]) -> Verdic
 
 def _left(left: Sequence[Testimony], ranks: Sequence[Testimony]) -> Verdict:
     waiting = [one for one in ranks if one.state != "left"]
-    others = f"{names(waiting)} {verb(waiting, 'waits', 'wait')} {when(waiting[0])}"
-    sentence = f"Training stalled: {names(left)} left fit() while {others}."
-    remedy = Remedy(
-        "left",
-        "an exception that was caught round fit(), or a loop that ended on some ranks only.",
-        "let exceptions end the process, and decide together (self.agree, self.stop) when to end.",
-    )
+    one, advice = waiting[0], advice_on(waiting[0])
+    where = f" in {wait_in_words(one)}{called(one)}" if is_script(one) else when(one)
+    others = f"{names(waiting)} {verb(waiting, 'waits', 'wait')}{where}"
+    sentence = f"Training stalled: {names(left)} {left_how(left[0])} while {others}."
+    remedy = Remedy("left", advice.left_cause, advice.left_remedy)
     return _verdict(sentence, [one.rank for one in left], left, ranks, remedy)
 
 

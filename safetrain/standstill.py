@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from safetrain.advice import advice_on
 from safetrain.testimony import Testimony
 
 _LOCK_FILES = ("threading.py", "queue.py")
 _LOCK_CALLS = (".acquire(", "with ", ".join(", ".get(", ".wait(")
-_LONGER = "If it is meant to take so long, raise {key} (the limit was {limit:.3g} s)"
-_OWN_LIMIT = 'or give it a limit of its own: `with self.rank_zero("name", limit_s=...)`'
 
 
 @dataclass(frozen=True)
@@ -23,14 +22,18 @@ class Remedy:
 
 def remedy_for(one: Testimony) -> Remedy:
     """The words for a rank that is stuck or does not answer."""
+    if one.state == "busy":
+        return Remedy(
+            "at work outside any collective",
+            "that takes longer than the others can wait for, or it loops for ever.",
+            f"look at that line, on that rank's data. {advice_on(one).longer(one)}",
+        )
     return _silent(one) if one.state == "silent" else _stuck(one)
 
 
 def _stuck(one: Testimony) -> Remedy:
-    section = one.phase.partition("rank_zero:")[2]
-    key = "watchdog.stall_s" if one.step > 0 else "watchdog.first_step_stall_s"
-    longer = _LONGER.format(key=f"limit_s of rank_zero({section!r})" if section else key, limit=one.limit_s)
-    longer += "." if section else f", {_OWN_LIMIT}."
+    advice = advice_on(one)
+    longer = advice.longer(one)
     if one.workers:
         busy = [worker for worker in one.workers if worker.stack] or list(one.workers)
         pids = ", ".join(str(worker.pid) for worker in busy)
@@ -38,8 +41,8 @@ def _stuck(one: Testimony) -> Remedy:
             "stuck waiting for a loader process",
             f"the data set does not return in a loader process (process {pids}).",
             "look at that line. Where none is known: a process forked while a thread held a lock may wait for it for "
-            'ever; use multiprocessing_context="spawn" in a DataLoader of your own. loader.timeout_s makes such a wait '
-            f"an error. {longer}",
+            'ever; use multiprocessing_context="spawn" in a DataLoader of your own. '
+            f"{advice.loader_timeout} makes such a wait an error. {longer}",
         )
     frame = one.user_frame
     inner = one.stack[-1].file if one.stack else ""
@@ -63,8 +66,7 @@ def _silent(one: Testimony) -> Remedy:
         return Remedy(
             "stopped",
             "something sent it SIGSTOP: `kill -STOP`, Ctrl-Z, a scheduler that suspends jobs.",
-            f"find out who; `kill -CONT {one.pid}` would have let it go on. To look into a rank, use "
-            "safetrain.breakpoint(), which pauses all watchdogs.",
+            f"find out who; `kill -CONT {one.pid}` would have let it go on. {advice_on(one).to_look_into}",
         )
     if one.process_state == "gone":
         return Remedy("gone", "its process ended without a word.", "read the last lines of its log.")

@@ -40,6 +40,11 @@ class DDPStrategy:
     def __post_init__(self) -> None:
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
             raise ConfigError(f"strategy.bucket_cap_mb={self.bucket_cap_mb}: must be above 0 (MiB)")
+        if self.compile and self.bucket_cap_mb is not None and self.bucket_cap_mb < 1:
+            raise ConfigError(
+                f"strategy.compile=true and strategy.bucket_cap_mb={self.bucket_cap_mb}: torch splits a compiled graph "
+                "at buckets of at least 1 MiB; set bucket_cap_mb to 1 or more, or null"
+            )
         if self.comm_hook is not None and self.comm_hook not in COMM_HOOKS:
             raise ConfigError(f"strategy.comm_hook={self.comm_hook!r}: allowed are null, {', '.join(COMM_HOOKS)}")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from safetrain.advice import is_script
 from safetrain.standstill import remedy_for
 from safetrain.testimony import Testimony
 from safetrain.words import call_in_words, ranks_in_words
 
+_SOME_WAIT = "a wait for other ranks"
 _DOING = {
     "data": "fetching data",
     "build": "building",
@@ -38,13 +40,14 @@ def tell(group: Sequence[Testimony]) -> str:
     """A sentence about ranks that do the same."""
     one, who = group[0], names(group).capitalize()
     if one.state == "left":
-        return f"{who} left fit()."
+        return f"{who} {left_how(one)}."
     if one.state == "waiting":
         last = f", after {one.calls[-1]}" if one.calls and one.user_frame is None else ""
-        return f"{who} {verb(group, 'waits', 'wait')} in {wait_in_words(one)}{called(one)} {when(one)}{last}."
-    doing = "" if one.state in ("moving", "paused") else f"{remedy_for(one).state} "
+        return f"{who} {verb(group, 'waits', 'wait')} {wait_of(one)}{called(one)}{when(one)}{last}."
+    idle = " under way" if is_script(one) else ""
+    doing = idle if one.state in ("moving", "paused") else f" {remedy_for(one).state}"
     at = f", at {one.user_frame}" if one.user_frame else ""
-    return f"{who} {verb(group, 'is', 'are')} {doing}{when(one)}, for {one.seconds:.0f} s{at}."
+    return f"{who} {verb(group, 'is', 'are')}{doing}{when(one)}, for {one.seconds:.0f} s{at}."
 
 
 def names(group: Sequence[Testimony]) -> str:
@@ -60,8 +63,18 @@ def called(one: Testimony) -> str:
     return f" (called at {one.user_frame})" if one.user_frame else ""
 
 
+def left_how(one: Testimony) -> str:
+    """What a rank that is no longer watched did."""
+    return one.note or "left fit()"
+
+
 def when(one: Testimony) -> str:
-    """``in training_step at step 5``."""
+    """`` in training_step at step 5``, with a space before it; nothing for a script, of which no step is known."""
+    place = "" if is_script(one) else _when(one)
+    return f" {place}" if place else ""
+
+
+def _when(one: Testimony) -> str:
     step = "" if one.phase in ("start", "build", "done") else f" at step {one.step}"
     meeting, _, name = one.phase.partition(":")
     if not meeting or (name and one.state == "waiting"):  # not known, or told by what it waits in
@@ -69,9 +82,15 @@ def when(one: Testimony) -> str:
     return f"in {meeting}({name!r}){step}" if name else f"{_DOING.get(meeting, f'in {meeting}')}{step}"
 
 
+def wait_of(one: Testimony) -> str:
+    """After "waits"."""
+    words = wait_in_words(one)
+    return "for other ranks" if words == _SOME_WAIT else f"in {words}"
+
+
 def wait_in_words(one: Testimony) -> str:
     """What a waiting rank waits in: ``all_reduce of 72 floats (the gradients)``, ``barrier('saved')``."""
     meeting, _, name = one.phase.partition(":")
     if name:
         return f"{meeting}({name!r})"
-    return "a wait for other ranks" if one.pending is None else call_in_words(one.pending)
+    return _SOME_WAIT if one.pending is None else call_in_words(one.pending)

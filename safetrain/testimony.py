@@ -14,14 +14,13 @@ import torch
 
 import safetrain
 from safetrain import machine
-from safetrain.activity import ACTIVITY
-from safetrain.failure import is_user_file
 from safetrain.flight_recorder import Collective, last_collectives
 from safetrain.patience import Patience
 from safetrain.stacks import ENDED, Frame, answering_children, ask, stack_of, state_of, user_frame
 
-State = Literal["moving", "waiting", "stuck", "paused", "silent", "left"]
-"""``waiting``: over its limit, and in a collective. ``stuck``: over its limit anywhere else. ``silent``: the process
+State = Literal["moving", "waiting", "stuck", "busy", "paused", "silent", "left"]
+"""``waiting``: over its limit, and in a collective. ``stuck``: over its limit anywhere else.
+``busy``: the same in a guarded script, but it computes. ``silent``: the process
 does not answer. ``left``: it is no longer watched, having left ``fit()``."""
 
 _TORCH, _SAFETRAIN = (str(Path(module.__file__ or "").parent) + os.sep for module in (torch, safetrain))
@@ -63,6 +62,9 @@ class Testimony:
         collectives: the last ones of each group.
         calls: what user code issued since the last vote, in words.
         workers: loader processes, where the rank waits for one.
+        note: of a rank that has left: what it did, where that is known.
+        last_chance: the time limit of what it waits in is about to end the job anyway.
+        at_work: of a guarded script: it uses the CPU, or is at ever new places (stillness.py).
         time_ns, since_ns: when it was said, and when the phase began, by the rank's own clock; 0: not known.
     """
 
@@ -84,11 +86,14 @@ class Testimony:
     time_ns: int = 0
     since_ns: int = 0
     machine: str = ""
+    note: str = ""
+    last_chance: bool = False
+    at_work: bool = False
 
     @classmethod
     def brief(cls, rank: int, patience: Patience) -> Self:
         """Of this process, without its stack: cheap enough to be said all the time."""
-        a = ACTIVITY
+        a = patience.activity
         return cls(
             rank=rank, host=machine.host(), machine=machine.identity(), pid=os.getpid(), step=a.step, epoch=a.epoch,
             phase=a.phase, seconds=patience.seconds, limit_s=patience.limit_s, count=a.count, state="moving",
@@ -109,10 +114,10 @@ class Testimony:
             limit_s = max(limit_s, patience.compile_limit_s) if _in(stack, _COMPILERS) else limit_s
             state = "stuck" if one.seconds > limit_s else "moving"
         workers = _workers() if state == "stuck" and _waits_for_loader(stack) else ()
-        now_ns = time.time_ns()
+        now_ns, phase_s = time.time_ns(), time.monotonic() - patience.activity.since
         return replace(
             one, state=state, limit_s=limit_s, stack=stack, collectives=collectives, workers=workers,
-            calls=tuple(calls), time_ns=now_ns, since_ns=now_ns - int((time.monotonic() - ACTIVITY.since) * 1e9),
+            calls=tuple(calls), time_ns=now_ns, since_ns=now_ns - int(phase_s * 1e9),
         )  # fmt: skip
 
     @property
@@ -180,16 +185,17 @@ def _in(stack: Sequence[Frame], places: tuple[str, ...]) -> bool:
 
 def _waits_for_ranks(stack: Sequence[Frame], collectives: Sequence[Collective]) -> bool:
     """Whether what holds this thread up is other ranks: a collective, or a wait of safetrain's own on the store."""
-    if not stack:
+    if not stack or any(frame.file.startswith("<frozen importlib") for frame in stack):  # torch is being imported
         return False
     inner = next((f for f in reversed(stack) if not f.file.endswith(_TIMED_WAITS)), stack[-1])
     if inner.file.startswith((_DISTRIBUTED, *_WAITS_FOR_RANKS)):
         return True
     if all(one.done for one in collectives):
         return False
-    if is_user_file(inner.file):  # work.wait() of a collective that was started before, or a device that waits for one
-        return any(call in inner.source for call in _WAITING_CALLS)
-    return inner.file.startswith((_TORCH, _SAFETRAIN)) and not _waits_for_loader(stack)
+    if inner.file.startswith((_TORCH, _SAFETRAIN)):
+        return not _waits_for_loader(stack)
+    # work.wait() of a collective that was started before, or a device that waits for one; also in a library
+    return any(call in inner.source for call in _WAITING_CALLS)
 
 
 def _waits_for_loader(stack: Sequence[Frame]) -> bool:

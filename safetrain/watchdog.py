@@ -19,17 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetrain import machine
-from safetrain.activity import ACTIVITY
-from safetrain.board import Board
 from safetrain.comm import Comm
-from safetrain.config import Watchdog
-from safetrain.departure import leave_now, print_verdict, tell
-from safetrain.patience import Patience
+from safetrain.config import Watchdog as WatchdogOptions
+from safetrain.departure import be_the_one_who_leaves, leave_now, print_verdict, tell
 from safetrain.retelling import retold, spread
 from safetrain.stacks import ENDED, answer_signals, state_of
-from safetrain.stalled import judge, judge_alone
+from safetrain.stalled import judge_alone
 from safetrain.testimony import Testimony
-from safetrain.whereabouts import note_whereabouts
+from safetrain.watched import Loop, Watched
 
 logger = logging.getLogger("safetrain")
 
@@ -44,12 +41,12 @@ _LOOKS_PER_S = 2000  # of all ranks together, at the one process that serves the
 _GUARD_STOPS_S = 2.0  # it waits for nobody
 _GUARD_S = 5.0  # a watchdog thread that has not looked for so long is stuck, or gone
 
-_live: _Watch | None = None
+_live: Watch | None = None
 _runs = 0
 
 
 @contextmanager
-def watch(comm: Comm, options: Watchdog, run_dir: Path | None, *, tells: bool = True) -> Iterator[None]:
+def watch(comm: Comm, options: WatchdogOptions, run_dir: Path | None, *, tells: bool = True) -> Iterator[None]:
     """Watch this process' calling thread until the block ends. Every rank does so; in another such block, nothing more.
 
     ``tells``: nobody else will print the verdict.
@@ -59,7 +56,7 @@ def watch(comm: Comm, options: Watchdog, run_dir: Path | None, *, tells: bool = 
         yield
         return
     _runs += 1
-    _live = _Watch(comm, options, run_dir, _runs, tells)
+    _live = Watch(Loop(comm, options, _runs), options, run_dir, tells=tells)
     try:
         yield
     finally:
@@ -67,15 +64,15 @@ def watch(comm: Comm, options: Watchdog, run_dir: Path | None, *, tells: bool = 
         _live = None
 
 
-class _Watch:
-    def __init__(self, comm: Comm, options: Watchdog, run_dir: Path | None, run: int, tells: bool) -> None:
+class Watch:
+    """Two threads beside what is ``watched``, from now on until ``stop``."""
+
+    def __init__(self, watched: Watched, options: WatchdogOptions, run_dir: Path | None, *, tells: bool) -> None:
         answer_signals()
-        options = replace(options, poll_s=max(options.poll_s, comm.world_size / _LOOKS_PER_S))
-        self._options, self._run_dir, self._tells = options, run_dir, tells
-        self._comm, self._rank, self._world_size = comm, comm.rank, comm.world_size
-        self._local_rank, self._watched_thread = comm.local_rank, threading.get_ident()
-        self._patience = Patience(options, ACTIVITY)
-        self._board = Board(comm, run)
+        options = replace(options, poll_s=max(options.poll_s, watched.world_size / _LOOKS_PER_S))
+        self._watched, self._options, self._run_dir, self._tells = watched, options, run_dir, tells
+        self._rank, self._world_size = watched.rank, watched.world_size
+        self._patience, self._board = watched.patience(), watched.board()
         self._seen = 0  # the last inquiry that this rank has taken part in
         self._ask_again_at = self._beat_at = 0.0
         self._beat_every_s = min(_LONGEST_BEAT_S, max(options.poll_s, options.stall_s / 4))
@@ -102,16 +99,16 @@ class _Watch:
     def _watch(self) -> None:
         try:
             while not self._stopped.wait(self._options.poll_s):
+                self._watched.look(self._patience, self._board)
                 self._patience.look(time.monotonic())
                 self._look()
-            self._board.leave()
+            self._board.leave(self._watched.left)
         except Exception:  # a store that is gone, mostly; the guard goes on alone
             if not self._stopped.is_set():
                 logger.warning("rank %d: its watchdog can't reach the other ranks' any more", self._rank, exc_info=True)
 
     def _look(self) -> None:
         now = self._looked_at = time.monotonic()
-        note_whereabouts(self._local_rank)
         if now >= self._beat_at:
             self._beat_at = now + self._beat_every_s
             self._board.beat(self._here())
@@ -119,7 +116,7 @@ class _Watch:
         if number > self._seen:
             self._take_part(number)
         elif self._patience.exhausted and now >= self._ask_again_at:
-            if not self._testimony().stands_still:
+            if not self._watched.testify(self._patience).stands_still:
                 return
             self._ask_again_at = now + max(1.0, self._patience.limit_s / 4)
             if self._board.open(self._seen + 1):
@@ -129,11 +126,11 @@ class _Watch:
 
     def _guard(self) -> None:
         """The other thread dead or stuck, and no progress: end this rank, with what it knows by itself."""
-        patience = Patience(self._options, ACTIVITY)
+        patience = self._watched.patience()
         while not self._stopped.wait(max(self._options.poll_s, 0.5)):
             patience.look(time.monotonic())
             if patience.exhausted and time.monotonic() - self._looked_at > _GUARD_S + self._options.poll_s:
-                own = self._testimony(patience)
+                own = self._watched.testify(patience)
                 if own.stands_still:
                     tell(judge_alone(own), self._run_dir, tells=True)
                     leave_now()
@@ -143,15 +140,11 @@ class _Watch:
     def _here(self) -> Testimony:
         return Testimony.brief(self._rank, self._patience)
 
-    def _testimony(self, patience: Patience | None = None) -> Testimony:
-        calls = self._comm.collectives.recent() or [str(call) for call in self._comm.collectives.voted()]
-        return Testimony.full(self._rank, patience or self._patience, self._watched_thread, calls)
-
     def _take_part(self, number: int) -> None:
         said = self._testify(number)
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline:
-            if said.stands_still and ACTIVITY.count != said.count:
+            if said.stands_still and self._watched.count() != said.count:
                 self._board.withdraw(number)
             if (answer := self._board.read_answer(number)) is not None:
                 if answer:
@@ -167,16 +160,18 @@ class _Watch:
         """Be the judge."""
         said = self._testify(number)
         heard = self._hear(number)
-        if judge(heard) is not None:
+        if self._watched.judge(heard) is not None:
             time.sleep(_SECOND_THOUGHTS_S)
-            if ACTIVITY.count == said.count and not self._board.withdrawn(number):
+            if self._watched.count() == said.count and not self._board.withdrawn(number):
                 self._end(number, heard)
         self._board.answer(number, "")
+        self._watched.carries_on(heard, self._board)
 
     def _end(self, number: int, heard: list[Testimony]) -> None:
         """Tell the verdict and leave. Only now silent ranks are asked: the signal could set one free."""
-        verdict = judge([one.probed() if one.state == "silent" else one for one in heard])
+        verdict = self._watched.judge([one.probed() if one.state == "silent" else one for one in heard])
         assert verdict is not None
+        be_the_one_who_leaves()
         tell(verdict, self._run_dir, tells=self._tells)
         if self._tells:
             spread(verdict.text(self._run_dir))
@@ -191,7 +186,7 @@ class _Watch:
 
     def _testify(self, number: int) -> Testimony:
         self._seen = number
-        testimony = self._testimony()
+        testimony = self._watched.testify(self._patience)
         self._board.testify(number, testimony)
         return testimony
 
@@ -219,8 +214,8 @@ class _Watch:
         if beat is None:  # not watched yet
             return replace(self._here(), rank=rank, host="", machine="", pid=0, state="moving")
         age_s, last = beat
-        if self._board.has_left(rank):
-            return replace(last, state="left")
+        if how := self._board.left(rank):
+            return replace(last, state="left", note=how)
         process = state_of(last.pid) if last.is_here else "?"
         if process == "t":  # somebody looks into it with gdb
             return replace(last, state="paused")

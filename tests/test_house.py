@@ -21,7 +21,7 @@ YAML = sorted((ROOT / "configs").rglob("*.yaml"))
 _LONGEST_FILE, _LONGEST_FIT = 300, 60
 _MAY_IMPORT_DISTRIBUTED = {
     "agent.py", "collectives.py", "comm.py", "faults.py", "flight_recorder.py", "handover.py", "joining.py",
-    "launch.py", "reduction.py", "sections.py", "tensor_files.py",
+    "launch.py", "reduction.py", "script_groups.py", "sections.py", "tensor_files.py",
 }  # fmt: skip
 _MAY_IMPORT_DDP = {"reduction.py"}
 _NEEDS_NO_COMMENT = re.compile(r"^\s*(- |_target_|_partial_|defaults:|\w+: \$\{[\w.]+\}$)")  # the last: explained there
@@ -111,7 +111,15 @@ def test_only_one_place_instantiates() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["safetrain", "safetrain.config", "safetrain.cli", "safetrain.errors", "safetrain.lint_command", "safetrain.rank"],
+    [
+        "safetrain",
+        "safetrain.config",
+        "safetrain.cli",
+        "safetrain.errors",
+        "safetrain.lint_command",
+        "safetrain.rank",
+        "safetrain.guard",
+    ],
 )
 def test_what_answers_at_once_does_not_wait_for_torch(module: str) -> None:
     code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'hydra' in sys.modules)"

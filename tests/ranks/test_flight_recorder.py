@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import safetrain.trainer
 from safetrain import worker
 from safetrain.comm import Comm
 from safetrain.failure import Failure, read_failures
-from safetrain.flight_recorder import Collective, last_collectives
+from safetrain.flight_recorder import Collective, issued_count, last_collectives
 from safetrain.stacks import Frame, ask, stack_of, user_frame
 from safetrain.testing import run_ranks
 
@@ -49,6 +51,35 @@ def test_collectives_are_recorded_with_group_number_and_shape() -> None:
         ("default_pg", "broadcast", ((4,),), "Long")
     ]
     assert [one for one in after if not one.done] == []
+
+
+def test_all_groups_count_what_is_issued_also_by_ddp() -> None:
+    """Seen on torch 2.13, Gloo."""
+
+    def work(comm: Comm) -> list[int]:
+        counts = [issued_count()]
+        dist.all_reduce(torch.ones(2))
+        counts.append(issued_count())
+        dist.barrier(group=comm.ddp_group)
+        counts.append(issued_count())
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=comm.ddp_group)
+        counts.append(issued_count())
+        model(torch.ones(1, 2)).sum().backward()
+        counts.append(issued_count())
+        return [after - before for before, after in itertools.pairwise(counts)]
+
+    for steps in run_ranks(work, 2):
+        assert steps[:2] == [1, 1]
+        assert steps[2] > 0, "DDP compares and sends what it wraps"
+        assert steps[3] == 1, "one bucket"
+
+
+def test_the_time_limit_of_a_collective_is_known() -> None:
+    def work(comm: Comm) -> Any:
+        dist.all_reduce(torch.ones(2), group=dist.new_group(timeout=timedelta(seconds=77), group_desc="mine"))
+        return [one.timeout_s for one in last_collectives() if one.about == "mine"]
+
+    assert run_ranks(work, 2) == [[77.0], [77.0]]
 
 
 def test_safetrains_groups_are_told_apart() -> None:
