@@ -67,7 +67,7 @@ def test_it_says_what_it_needs(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     core = sorted(line.split(">")[0] for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line)
     assert core == ["hydra-core<1.4,", "omegaconf<2.4,", "tensorboard", "torch", "tqdm"]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"recipes", "sweep", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"recipes", "sweep", "bench", "dev"}
 
 
 @pytest.fixture(scope="module")
