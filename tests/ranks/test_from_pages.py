@@ -46,7 +46,7 @@ def both(comm: Comm, page: str, folder: Path) -> tuple[State, float, State, floa
     assert shown is not None
     spirals = sys.modules["spirals"] = ModuleType("spirals")
     exec(compile(shown[1], "spirals.py", "exec"), spirals.__dict__)
-    other, ours = python_blocks(page)
+    other, ours, *_ = python_blocks(page)
     theirs = script(other, 1)
     there = theirs.get("model") or theirs["module"].model
     if torch.distributed.is_initialized():
@@ -75,4 +75,29 @@ def test_both_sides_come_to_the_same_weights(page: str, tmp_path: Path, monkeypa
 
 
 def test_a_page_has_both_sides() -> None:
-    assert {page: len(python_blocks(page)) for page in NEEDS} == dict.fromkeys(NEEDS, 2)
+    assert {page: len(python_blocks(page)) for page in NEEDS} == dict.fromkeys(NEEDS, 2) | {"hf_trainer": 3}
+
+
+def test_a_model_of_transformers() -> None:
+    """Its loss by tokens over uneven validation data is that of one process; its tied weights stay tied."""
+    pytest.importorskip("transformers")
+    importlib.import_module("transformers.models.gpt2.modeling_gpt2")
+
+    def work(comm: Comm) -> tuple[State, int, float, float]:
+        names: dict[str, Any] = {}
+        exec(compile(python_blocks("hf_trainer")[2], "docs/from_hf_trainer.md", "exec"), names)
+        trainer = names["trainer"]
+        result = trainer.fit()
+        samples = trainer._given_val_data
+        whole = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        with torch.no_grad():
+            loss = float(trainer.model.eval()(**whole).loss)
+        assert trainer.model.lm_head.weight is trainer.model.transformer.wte.weight
+        return weights(trainer.model), result.step, result.metrics["val/loss"], loss
+
+    runs = run_ranks(work, 2)
+    assert_same([state for state, _, _, _ in runs])
+    for _, step, logged, loss in runs:
+        assert step == 8
+        assert logged == pytest.approx(loss, abs=1e-5)
+        assert loss < 2.1  # ln 8 = 2.08 is what guessing gives
