@@ -29,6 +29,7 @@ _TRIED = {
     "lint.md": "tests/unit/test_lint_page.py",
     "logging.md": "tests/ranks/test_logging_page.py",
     "machines.md": "",  # commands of Slurm; tests/unit/test_scheduler.py has what it sets
+    "performance.md": "tests/launch/test_performance_page.py",
     "sweeps.md": "tests/unit/test_sweep.py",
     "training.md": "tests/ranks/test_training_page.py",
     "upgrading.md": "",  # no block
