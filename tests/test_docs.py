@@ -26,6 +26,7 @@ _TRIED = {
     "from_accelerate.md": "tests/ranks/test_from_pages.py",
     "from_hf_trainer.md": "tests/ranks/test_from_pages.py",
     "from_lightning.md": "tests/ranks/test_from_pages.py",
+    "guard.md": "tests/ranks/test_guard.py",
     "lint.md": "tests/unit/test_lint_page.py",
     "logging.md": "tests/ranks/test_logging_page.py",
     "machines.md": "",  # commands of Slurm; tests/unit/test_scheduler.py has what it sets
