@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -49,9 +49,9 @@ class Run:
 
     @contextmanager
     def guarded(self, where: Callable[[], tuple[int, int]]) -> Iterator[None]:
-        """Round the loop: whatever ends it, what is whole is saved, what held the memory is told, observers are closed.
-        ``where``: step and epoch."""
-        with closing(self.reporter), self.census.on_the_way_out(), self.keeper.rescuing(where):
+        """Round the loop: whatever ends it, what is whole is saved, what held the memory is told, observers hear how it
+        ended. ``where``: step and epoch."""
+        with self.reporter.running(where), self.census.on_the_way_out(), self.keeper.rescuing(where):
             yield
 
 

@@ -4,6 +4,7 @@
     python -m safetrain recipe=NAME ...           composes, checks, launches; in a sweep (-m) one job after the other
     python -m safetrain recipe=NAME resume=auto   goes on with the run of that name that was the last to save
     python -m safetrain recipe=NAME launch=cluster ...    the same on each of several machines, with launch.node_rank
+    python -m safetrain --version                 which one this is
     torchrun ... -m safetrain recipe=NAME         rank 0 composes and checks, all ranks train; srun and mpirun likewise
 
 Exit codes: 0 all went well, 1 training failed, 2 config or use is wrong, 75 preempted (saved as far as possible: run it
@@ -20,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetrain import __version__
 from safetrain.catalog import recipes
 from safetrain.cluster import folder_of_follower, launch_said, starts_ranks, wants_cluster, with_overrides
 from safetrain.errors import ConfigError, SafetrainError, UsageError
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str]) -> int:
     """Do what the command line says; returns the exit code."""
+    if "--version" in arguments:  # Hydra would tell its own
+        print(f"safetrain {__version__}")
+        return OK
     try:
         cluster = wants_cluster(os.environ)
         place = None if cluster or starts_ranks(arguments, os.environ) else placement(os.environ)

@@ -8,7 +8,8 @@ So it can also be left at any batch, each rank at one of its own: what it gave i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +37,8 @@ def validate(trainer: Trainer, leaves: Callable[[], bool]) -> dict[str, float] |
     train_log, trainer._log = trainer._log, log
     try:
         metrics = evaluate(
-            trainer.model, run.val_feed, trainer.validation_step, log, trainer.precision, trainer.comm,
-            step=trainer.step, forward_communicates=trainer.strategy.forward_communicates, leaves=leaves,
+            trainer.model, run.val_feed, trainer.validation_step, trainer.on_validation_end, log, trainer.precision,
+            trainer.comm, step=trainer.step, forward_communicates=trainer.strategy.forward_communicates, leaves=leaves,
         )  # fmt: skip
     finally:
         trainer._log = train_log
@@ -52,6 +53,7 @@ def evaluate(
     model: nn.Module,
     feed: Feed,
     step_fn: Callable[[Any], None],
+    end_fn: Callable[[], None],
     log: MetricLog,
     precision: Precision,
     comm: Comm,
@@ -60,24 +62,20 @@ def evaluate(
     forward_communicates: bool = False,
     leaves: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """Call ``step_fn`` on every batch of this rank; what it put into ``log``, over all ranks, as ``val/<name>``.
+    """Call ``step_fn`` on every batch of this rank, and ``end_fn`` when all ranks are through theirs; what they put
+    into ``log``, over all ranks, as ``val/<name>``.
 
     None on all ranks, when one ended before its last batch because it ``leaves`` (not where forward communicates).
 
     Raises:
-        RankFailed, PeerFailed: on all ranks, when ``step_fn`` or the data failed on one.
+        RankFailed, PeerFailed: on all ranks, when ``step_fn``, ``end_fn`` or the data failed on one.
     """
 
     def goes_on(fetched: Fetched) -> bool:
         return comm.agree(not fetched.empty, "any") if forward_communicates else not fetched.empty
 
-    def failed_here() -> RankFailed:
-        return RankFailed.at(step, comm.rank, share.reason, "validation_step", share.work)
-
     share = Share()
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with _evaluating(model):
         feed.begin_epoch(0)
         last = Fetched(
             error=DataError("no validation batch on this rank: it can't take part in a forward that needs it")
@@ -98,18 +96,45 @@ def evaluate(
                 share.catch(error, "validation_step")
                 share.error = error
             left = not forward_communicates and leaves()
-    model.train(was_training)
-    log.paused = False
-    if share.error is not None and forward_communicates:
-        # the others are inside this forward's collectives
-        raise failed_here() from share.error
+        log.paused = False
+        if share.error is not None and forward_communicates:
+            # the others are inside this forward's collectives
+            raise _failed_here(step, comm, share) from share.error
+        if _some_left(step, comm, share, left):
+            return None
+        ACTIVITY.enter("validation_end")
+        log.batch_weight, share = 1, Share()
+        try:
+            end_fn()
+        except Exception as error:  # noqa: BLE001  as above
+            share.catch(error, "on_validation_end")
+            share.error = error
+        _some_left(step, comm, share, False)
+    return {f"val/{name}": value for name, value in log.reduce(comm).items()}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _some_left(step: int, comm: Comm, share: Share, left: bool) -> bool:
+    """Whether some rank has left; where one failed, all raise."""
     ACTIVITY.enter("vote")
     reasons, some_left = zip(*comm.gather((share.reason if share.error is not None else None, left)), strict=True)
     failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if share.error is not None:
-        raise together(failed_here()) from share.error
+        raise together(_failed_here(step, comm, share)) from share.error
     if failed:
         raise together(PeerFailed.at(step, failed))
-    if any(some_left):
-        return None
-    return {f"val/{name}": value for name, value in log.reduce(comm).items()}
+    return any(some_left)
+
+
+def _failed_here(step: int, comm: Comm, share: Share) -> RankFailed:
+    return RankFailed.at(step, comm.rank, share.reason, share.phase, share.work)

@@ -44,9 +44,25 @@ OF_THE_MACHINE = ("timing", "memory")
 
 @dataclass(frozen=True)
 class Event:
-    """Something worth telling: metrics such as ``train/loss`` or ``val/accuracy``, or a text without the step."""
+    """Something worth telling: metrics such as ``train/loss`` or ``val/accuracy``, or a text without the step.
 
-    kind: Literal["train", "validation", "skip", "warning", "note", "checkpoint", "timing", "memory", "end"]
+    The last one of a run says how it ended: ``end``, well; ``failed``; ``preempted``, to go on later. A process that is
+    killed, or ended by a watchdog, tells none.
+    """
+
+    kind: Literal[
+        "train",
+        "validation",
+        "skip",
+        "warning",
+        "note",
+        "checkpoint",
+        "timing",
+        "memory",
+        "end",
+        "failed",
+        "preempted",
+    ]
     step: int
     epoch: int  # from 0
     metrics: Mapping[str, float] = field(default_factory=dict)

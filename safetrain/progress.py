@@ -69,7 +69,7 @@ class ProgressBar:
             self._tell()
             self._close_bar()
             self._summarise(event)
-        elif event.text:
+        elif event.text and event.kind not in ("failed", "preempted"):  # the verdict says it, at length
             text = self._repeats.pass_on(_LABELS.get(event.kind, "") + event.text)
             if text is not None:
                 rank_log.say(f"step {event.step}: {text}")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
+from safetrain.errors import Preempted
 from safetrain.memory import MemoryMeter, MemoryTable
 from safetrain.metrics import MetricLog
 from safetrain.observer import OF_THE_MACHINE, Event, Observer, RunInfo
@@ -158,8 +159,24 @@ class Reporter:
             self._tell(Event("memory", step, epoch, text=memory))
         self._tell(Event("end", step, epoch, metrics))
 
-    def close(self) -> None:
-        """The run is over, well or not."""
+    @contextmanager
+    def running(self, where: Callable[[], tuple[int, int]]) -> Iterator[None]:
+        """The run: observers hear when it ends badly, ``where`` (step and epoch) and why, and that it is over."""
+        try:
+            yield
+        except BaseException as error:
+            event = Event("failed", *where(), text=str(error) or type(error).__name__)
+            if isinstance(error, Preempted):
+                event = replace(event, kind="preempted", text="saved" if error.saved else "not saved")
+            try:
+                self._tell(event)
+                self._close()
+            except Exception as second:  # noqa: BLE001  the first error is the one that people look for
+                error.add_note(f"Then an observer failed as well: {type(second).__name__}: {second}")
+            raise
+        self._close()
+
+    def _close(self) -> None:
         self._meter.close()
         for observer in self._observers:
             observer.close()

@@ -15,6 +15,7 @@ _DOING = {
     "build": "building",
     "log": "logging",
     "epoch_start": "in on_epoch_start",
+    "validation_end": "in on_validation_end",
     "train_end": "in on_train_end",
     "vote": "in the vote",
     "optimizer": "in the optimizer step",

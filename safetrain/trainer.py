@@ -54,8 +54,7 @@ class Trainer:
     """
 
     phases: Sequence[str] = ()
-    """Names of optimizers that take turns, one window each; ``self.phase`` says whose turn it is. Empty: all at
-    once."""
+    """Names of optimizers that take turns, one window each (``self.phase``). Empty: all at once."""
 
     # filled in by fit()
     comm: Comm
@@ -106,21 +105,22 @@ class Trainer:
         self.watchdog, self.audit = watchdog or Watchdog(), audit or Audit()
         self.checkpoint, self.resume, self.preflight = checkpoint or Checkpoint(), resume, preflight or Preflight()
         self.seed, self.device, self.run_dir, self.name = seed, device, run_dir, name or type(self).__name__
-        self.config_text = config_text
         self.metrics: dict[str, float] = {}
-        self._log = MetricLog()
+        self.config_text, self._log = config_text, MetricLog()
         self._stopped = self._stop_wanted = False
 
     # --- what a user overrides --------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any) -> torch.Tensor | Loss | Mapping[str, torch.Tensor] | None:
-        """The mean loss of a micro-batch (scalar); or None, ``raise SkipBatch``, a ``Loss``, or ``{optimizer name:
-        loss}``."""
+        """The mean loss of a micro-batch, a scalar; or None, a ``Loss``, ``{optimizer: loss}``, ``raise SkipBatch``."""
         raise NotImplementedError
 
     def validation_step(self, batch: Any) -> None:
         """Log metrics of one batch; every sample comes exactly once. Under ``no_grad``, the model in eval mode."""
         raise NotImplementedError
+
+    def on_validation_end(self) -> None:
+        """Called on every rank when all are through their batches; log what needs all ranks, by collectives as well."""
 
     def on_epoch_start(self) -> None:
         """Called on every rank before an epoch's first batch; the place to freeze or unfreeze parameters."""

@@ -8,38 +8,41 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import safetrain
+
 ROOT = Path(__file__).parents[1]
 _BUILT = ("safetrain", "configs", "recipes")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that no build folder of the checkout gets into it; without the network."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in _BUILT:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(target),
-        str(source),
-    ]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, so that no build folder of the checkout gets into what is built."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in (*_BUILT, "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "MANIFEST.in", "mkdocs.yml", "LICENSE", *(path.name for path in ROOT.glob("*.md"))):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def wheel_of(source: Path, target: Path) -> Path:
+    """The wheel of a folder or of an sdist, built without the network."""
+    arguments = ["-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(target), str(source)]
+    subprocess.run([sys.executable, *arguments], check=True, capture_output=True, timeout=100)
     (built,) = target.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel_of(source, tmp_path_factory.mktemp("wheel"))
 
 
 def test_it_holds_every_module_and_every_yaml_and_nothing_else(wheel: Path) -> None:
@@ -58,16 +61,40 @@ def test_it_holds_every_module_and_every_yaml_and_nothing_else(wheel: Path) -> N
     assert any(name.endswith("LICENSE") for name in names)
 
 
+def test_an_sdist_holds_what_readme_links_to_and_gives_the_same_wheel(
+    wheel: Path, source: Path, tmp_path: Path
+) -> None:
+    build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=100)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"CHANGELOG.md", "LICENSE", "docs/api.md", "docs/window.svg", "configs/train.yaml"} <= names
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.*")} <= names
+    again = wheel_of(sdist, tmp_path)
+    assert again.name == wheel.name
+    one, other = (sorted(zipfile.ZipFile(built).namelist()) for built in (wheel, again))
+    assert one == other
+
+
 def test_it_says_what_it_needs(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (path,) = (name for name in archive.namelist() if name.endswith("METADATA"))
     metadata: email.message.Message = email.parser.Parser().parsestr(archive.read(path).decode())
-    assert metadata["Name"] == "safetrain"
+    assert (metadata["Name"], metadata["Version"]) == ("safetrain", safetrain.__version__)
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
     core = sorted(line.split(">")[0] for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line)
     assert core == ["hydra-core<1.4,", "omegaconf<2.4,", "tensorboard", "torch", "tqdm"]
-    assert set(metadata.get_all("Provides-Extra", [])) == {"recipes", "sweep", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        "recipes",
+        "sweep",
+        "metrics",
+        "loggers",
+        "docs",
+        "bench",
+        "dev",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +122,15 @@ def run(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProc
         timeout=100,
         check=False,
     )
+
+
+@pytest.mark.parametrize("module", ["safetrain", "safetrain.preflight"])
+def test_it_tells_its_own_version(installed: Path, tmp_path: Path, module: str) -> None:
+    done = subprocess.run(
+        [installed, "-m", module, "--version"], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"safetrain {safetrain.__version__}\n", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_lists_its_recipes_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:

@@ -145,6 +145,31 @@ def test_several_machines(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+def test_several_machines_by_torchrun(folder: Path) -> None:
+    """The one command for both, twice on this one."""
+    shown = command(r"torchrun --nnodes 2 .*").replace("node0:29500", "localhost:29547")
+    here = shown.replace("--nproc-per-node 4", "--nproc-per-node 1")
+    with ThreadPoolExecutor() as machines:
+        list(machines.map(lambda each: run(each, folder), [here, here]))
+    (run_dir,) = run_directories(folder)
+    check_run_directory(run_dir, ranks=2, accuracy=0.9)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_preflight_of_the_machine(tmp_path: Path) -> None:
+    """Its table is the README's, but for what this machine has."""
+    printed = run(command(r"python -m safetrain\.preflight launch\.nproc_per_node=3"), tmp_path)
+    shown = re.search(r"```\n(check +verdict +found\n.*?)```", README, flags=re.DOTALL)
+    assert shown is not None
+    checks = r"^(\w+) +(?:ok|warn|verdict) +\S"
+    assert re.findall(checks, printed, flags=re.MULTILINE) == re.findall(checks, shown[1], flags=re.MULTILINE)
+    assert "3 ranks on 1 machine" in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "lines"),
     [("launcher=joblib", 2), ("launcher=submitit_local", 2), ("sweeper=optuna", 3)],  # 3: and the best

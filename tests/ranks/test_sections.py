@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_rank_0_works_and_the_others_wait(world_size: int, tmp_path: Path) -> No
         return (tmp_path / "export").read_text()
 
     assert run_ranks(work, world_size) == ["rank 0"] * world_size
+
+
+def test_the_block_of_the_page(tmp_path: Path) -> None:
+    """docs/failures.md, in a Trainer's own method."""
+    page = (Path(__file__).parents[2] / "docs/failures.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+    def work(comm: Comm) -> tuple[bool, int]:
+        class Shown(Classifier):
+            def on_epoch_start(self) -> None:
+                names = {"self": self, "my_best": 10 + self.comm.rank, "write_the_model": write}
+                exec(block, names)
+                self.best = names["best"]
+
+        def write(model: torch.nn.Module) -> None:
+            torch.save(model.state_dict(), tmp_path / f"written_by_{comm.rank}")
+
+        trainer = trainer_of(Shown, 2)
+        trainer.fit()
+        return (tmp_path / "written_by_0").exists(), trainer.best  # type: ignore[attr-defined]
+
+    assert run_ranks(work, 2) == [(True, 11)] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["written_by_0"]
 
 
 def test_h98_a_section_may_take_longer_than_a_collective() -> None:

@@ -148,7 +148,7 @@ def test_every_block_is_tried_here() -> None:
     assert {name: len(texts) for name, texts in PYTHON.items()} == {
         "Start": 1, "A DataLoader": 1, "Your own batches": 1, "Leaving a batch out": 1, "Iterable datasets": 1,
         "Weights": 1, "Accumulation and clipping": 1, "bf16 and fp16": 1, "Several optimizers": 2, "Schedulers": 2,
-        "Freezing": 1, "Metrics": 1, "Seeds": 1,
+        "Freezing": 1, "Metrics": 1, "Stopping early": 1, "Seeds": 1,
     }  # fmt: skip
     assert {name: len(texts) for name, texts in blocks("yaml").items()} == {"A DataLoader": 1, "Several optimizers": 1}
 
@@ -498,6 +498,17 @@ def test_metrics_are_those_of_one_process() -> None:
         train_events = [event for event in trained.events if event.kind == "train"]
         assert [event.step for event in train_events] == [10]
         assert 1.0 < train_events[0].metrics["train/perplexity"] < 4.0
+
+
+def test_a_run_that_stops_when_nothing_is_gained() -> None:
+    runs = train("Stopping early")
+    losses = [event.metrics["val/loss"] for event in runs[0].events if event.kind == "validation"]
+    waited = 0
+    for epoch, loss in enumerate(losses[:-1]):
+        waited = 0 if loss < min(losses[:epoch], default=math.inf) else waited + 1
+        assert (waited == 2) == (epoch == len(losses) - 2), losses
+    assert runs[0].result.step == 16 * (len(losses) - 1) + 1
+    assert len(losses) < 100
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
