@@ -16,6 +16,7 @@ from safetrain.errors import Preempted
 from safetrain.memory import MemoryMeter, MemoryTable
 from safetrain.metrics import MetricLog
 from safetrain.observer import OF_THE_MACHINE, Event, Observer, RunInfo
+from safetrain.phase_clock import phase_clock
 from safetrain.timing import Machine, StepClock, TimeTable
 from safetrain.window import WindowResult
 
@@ -69,7 +70,8 @@ class Reporter:
         self._log_every_steps, self._machine = log_every_steps, machine
         self._skipped_steps = 0
         self._events = 0
-        self._clock, self._timing = StepClock(ACTIVITY), TimeTable(comm.rank, comm.world_size)
+        self._phases = phase_clock(ACTIVITY, comm.device)
+        self._clock, self._timing = StepClock(self._phases), TimeTable(comm.rank, comm.world_size)
         self._meter = MemoryMeter(ACTIVITY, comm.device)
         self._memory = MemoryTable(comm.rank, comm.world_size, comm.local_world_size)
         self._total_steps: int | None = None
@@ -177,6 +179,7 @@ class Reporter:
         self._close()
 
     def _close(self) -> None:
+        self._phases.close()
         self._meter.close()
         for observer in self._observers:
             observer.close()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from safetrain.activity import Activity
+from safetrain.phase_clock import PhaseClock
 from safetrain.stragglers import Straggler, StragglerWatch
 
 PARTS = {
@@ -28,10 +28,10 @@ _WORTH_ADVICE_S = 10.0  # what a shorter run spends its time on says little abou
 
 
 class StepClock:
-    """This rank's seconds in each part of a step, lap by lap. Reads what the loop has noted anyway (activity.py)."""
+    """This rank's seconds in each part of a step, lap by lap."""
 
-    def __init__(self, activity: Activity) -> None:
-        self._activity = activity
+    def __init__(self, clock: PhaseClock) -> None:
+        self._clock = clock
         self._before = self._now()
 
     def lap(self) -> dict[str, float]:
@@ -42,9 +42,10 @@ class StepClock:
         return spent
 
     def _now(self) -> dict[str, float]:
+        by_phase = self._clock.read()
         spent = dict.fromkeys(PARTS.values(), 0.0)
         for phase, part in PARTS.items():
-            spent[part] += self._activity.spent.get(phase, 0.0)
+            spent[part] += by_phase.get(phase, 0.0)
         return spent
 
 

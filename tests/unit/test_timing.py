@@ -6,6 +6,7 @@ import pytest
 
 from safetrain import activity
 from safetrain.activity import Activity
+from safetrain.phase_clock import HostClock
 from safetrain.timing import Machine, StepClock, TimeTable, advice, shares_in_words
 
 EVEN = dict.fromkeys(("data", "forward", "backward", "communication", "optimizer", "logging", "checkpoints"), 1.0)
@@ -23,7 +24,7 @@ def test_a_lap_is_what_was_spent_in_each_part_since_the_last_one(monkeypatch: py
 
     be("data", 7.0)
     be("training_step", 0.0)
-    clock = StepClock(mine)
+    clock = StepClock(HostClock(mine))
     for _ in range(2):
         be("data", 1.0)
         be("sync_buffers", 0.125)
