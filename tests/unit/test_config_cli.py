@@ -46,8 +46,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["recipe=mien"], "recipe=mien: no such choice. Did you mean mine? Allowed: mine, resnet_ddp."),
-        (["loop.epochs=3"], "recipe is missing: say recipe=NAME. Allowed: resnet_ddp, mine."),
+        (["recipe=mien"], "recipe=mien: no such choice. Did you mean mine? Allowed: finetune_ddp, gan_ddp, gpt_ddp, mine, "),
+        (["loop.epochs=3"], "recipe is missing: say recipe=NAME. Allowed: finetune_ddp, gan_ddp, "),
         (["recipe=mine", "strategy=dpp"], "strategy=dpp: no such choice. Did you mean ddp? Allowed: ddp."),
         (
             ["recipe=mine", "policy/skip=al"],
@@ -162,9 +162,9 @@ def test_a_trainer_that_does_not_pass_its_parts_on_is_refused(run: Run) -> None:
 def test_without_arguments_the_recipes_are_listed(run: Run) -> None:
     code, out, err = run()
     assert (code, err) == (0, "")
-    assert "  resnet_ddp  A small ResNet" in out
-    assert "  mine        My own.  (./recipe/mine.yaml)" in out
-    assert "python -m safetrain recipe=resnet_ddp" in out
+    assert "  resnet_ddp    A small ResNet" in out
+    assert "  mine          My own.  (./recipe/mine.yaml)" in out
+    assert "python -m safetrain recipe=finetune_ddp" in out
 
 
 def test_resolve_goes_with_cfg(run: Run) -> None:
@@ -179,7 +179,7 @@ def test_help_tells_the_commands_the_choices_and_the_values(run: Run) -> None:
     for text in (
         "python -m safetrain -m recipe=NAME",
         "policy/skip: all, any, partial",
-        "recipe: resnet_ddp",
+        "recipe: finetune_ddp, gan_ddp, gpt_ddp, resnet_ddp",
         "  epochs: 1",
     ):
         assert text in out, text
