@@ -34,7 +34,7 @@ def lanes(trace: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_the_command_leaves_one_trace_and_says_where(folder: Path) -> None:
-    (command,) = re.findall(r"```bash\n(.*?)\n```", PAGE)
+    _, command = re.findall(r"```bash\n(.*?)\n```", PAGE)
     printed = run(command, folder)
     (trace,) = folder.glob("outputs/spirals/*/traces/*")
     assert trace.name == "steps_20-24.json.gz"
@@ -45,6 +45,19 @@ def test_the_command_leaves_one_trace_and_says_where(folder: Path) -> None:
     assert len(beginnings) == 5
     assert [line[:12] for line in printed.splitlines() if line[:12] in beginnings] == beginnings
     assert re.search(r"memory at its peak: [\d.]+ [MG]iB of [\d.]+ GiB on the host", printed)
+
+
+@pytest.mark.slow
+def test_tune_tries_ways_and_leaves_nothing(folder: Path) -> None:
+    command, _ = re.findall(r"```bash\n(.*?)\n```", PAGE)
+    printed = run(command, folder)
+    (shown,) = re.findall(r"```\n( +ms a step .*?)```", PAGE, flags=re.DOTALL)
+    for line in shown.splitlines():  # spirals' model has one bucket, whatever its size: those keys are not tried
+        beginning = line.strip()[:20]
+        if "bucket_cap_mb" not in line and not re.match(r" +\d", line):
+            assert beginning in printed or "Fastest, by" in printed, beginning
+    assert re.search(r"^ {5}0 +0\.0\d +\d", printed, flags=re.MULTILINE), printed
+    assert not list(folder.glob("outputs/*"))
 
 
 def script(_comm: Any, folder: Path) -> list[str]:

@@ -56,3 +56,46 @@ def test_what_a_save_costs(tmp_path: Path) -> None:
         "a step beside the writing", "a step without",
     ]  # fmt: skip
     assert all(MEASURE.fullmatch(row[1]) for row in rows)
+
+
+@pytest.mark.slow
+def test_a_step_beside_the_trainers_that_are_installed(tmp_path: Path) -> None:
+    """Here without the extra ``bench``: the hand-written loop and safetrain; their weights are compared, too."""
+    command = [sys.executable, "-m", "benchmarks.peers", "mlp", "--steps", "3", "--rounds", "2"]
+    options = ["--contenders", "bare loop", "safetrain", "--results", str(tmp_path)]
+    subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True, timeout=100)
+    (page,) = tmp_path.iterdir()
+    table = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    _, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    assert [row[:3] for row in rows] == [["MLP 4x256", "1", "bare loop"], ["MLP 4x256", "1", "safetrain"]]
+    for row in rows:
+        assert [bool(MEASURE.fullmatch(cell)) for cell in row[3::2]] == [True, True]
+        assert [bool(RATIO.fullmatch(cell)) for cell in row[4::2]] == [True, True]
+    assert rows[0][4] == "1.000 [1.000, 1.000]"
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_growth_has_a_row_for_each_number_of_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.growth", "2", "4", "--rounds", "1", "--results", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    (page,) = tmp_path.iterdir()
+    text = page.read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [row[0] for row in rows] == ["2", "4"]
+    assert all(len(row) == 9 for row in rows)
+    assert "2,046" in text
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_starting_and_leaving(tmp_path: Path) -> None:
+    contenders = ["nothing", "bare loop", "safetrain", "safetrain, its own launcher"]
+    command = [sys.executable, "-m", "benchmarks.start_and_leave", "--rounds", "1", "--contenders", *contenders]
+    subprocess.run([*command, "--results", str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=115)
+    (page,) = tmp_path.iterdir()
+    lines = page.read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if "(" in line and line.startswith("| ")]
+    assert [row[0] for row in rows] == contenders
+    assert all(float(row[1].partition(" ")[0]) > 500 for row in rows), "milliseconds: torch alone takes a second"
+    assert all(float(row[4].partition(" ")[0]) > 100 for row in rows), "MiB"

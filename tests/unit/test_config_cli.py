@@ -46,7 +46,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["recipe=mien"], "recipe=mien: no such choice. Did you mean mine? Allowed: finetune_ddp, gan_ddp, gpt_ddp, mine, "),
+        (
+            ["recipe=mien"],
+            "recipe=mien: no such choice. Did you mean mine? Allowed: finetune_ddp, gan_ddp, gpt_ddp, mine, ",
+        ),
         (["loop.epochs=3"], "recipe is missing: say recipe=NAME. Allowed: finetune_ddp, gan_ddp, "),
         (["recipe=mine", "strategy=dpp"], "strategy=dpp: no such choice. Did you mean ddp? Allowed: ddp."),
         (
