@@ -69,7 +69,7 @@ def assemble(trainer: Trainer) -> Run:
     trainer.strategy.check_ranks(comm.world_size)
     token = checkup.begin(trainer)
     checkpoints = trainer.build_checkpoints()
-    resumption = find_checkpoint(checkpoints, trainer.resume, trainer.run_dir)
+    resumption = find_checkpoint(checkpoints, trainer.resume, trainer.run_dir, trainer.strategy.read_later)
     trainer.step, trainer.epoch = (resumption.saved.step, resumption.saved.epoch) if resumption else (0, 0)
 
     torch.manual_seed(seed)  # the same initial weights on every rank
@@ -118,7 +118,7 @@ def assemble(trainer: Trainer) -> Run:
         window, reduction, val_feed, replicas, reporter, keeper, census
     )  # user code may validate from here on
     if resumption is not None:
-        resumption.take_over(trainer, state, replicas, reporter)
+        resumption.take_over(trainer, state, replicas, reporter, reduction.place)
     replicas.run(trainer.step)
     keeper.try_out()
     window.on_first_batch = partial(checkup.check_begun, trainer, parts)

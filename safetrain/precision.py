@@ -1,8 +1,8 @@
 """Number formats, and the order of an optimizer step: scale → backward → unscale → weigh → clip → step → update.
 
-Gradients are clipped after unscaling, on every rank alike (where ranks hold whole ones they are equal already, and
-clipping communicates nothing). A window that the ranks dropped never reaches the scaler, so ``unscale_`` is never left without its
-``update``.
+Gradients are clipped after unscaling, on every rank alike (where ranks hold whole ones these are equal already, and
+clipping communicates nothing). A window that the ranks dropped never reaches the scaler, so ``unscale_`` is never left
+without its ``update``.
 
 A gradient that is not finite must not be stepped on. On the CPU the host looks, and decides. On a GPU looking would
 wait for the whole backward, so fused optimizers leave the step out by themselves, and the host reads it a window later.

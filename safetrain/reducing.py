@@ -16,6 +16,7 @@ from torch import nn
 from safetrain.ballot import BallotBox, Tally, Vote
 from safetrain.comm import Comm
 from safetrain.layout import BufferGuard, ParameterLayout
+from safetrain.tree import on_cpu
 
 T = TypeVar("T")
 CONTROL_GROUP_BITS = 20  # int64 words have room for any limb; this keeps the squares small
@@ -160,6 +161,10 @@ class Reduction(ABC):
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm over all elements of ``gradients``, the same on all ranks."""
         return nn.utils.get_total_norm(gradients)
+
+    def place(self, name: str, empty: torch.Tensor) -> torch.Tensor:
+        """Where on this rank what a checkpoint has under ``name`` is read to: the whole of it, or this rank's shard."""
+        return on_cpu(name, empty)
 
     def drop_gradients(self) -> None:
         for parameter in self._parameters:

@@ -9,6 +9,7 @@ but did not use counts as zero, as under DDP.
 from __future__ import annotations
 
 import functools
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,7 @@ from safetrain.ballot import Tally, Vote
 from safetrain.checks import nearest
 from safetrain.comm import Comm
 from safetrain.errors import RanksDiffer, UsageError, together
+from safetrain.pieces import is_shard
 from safetrain.reducing import Reduction
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# names in a checkpoint: of a weight, and of what an optimizer keeps for it (see resume.state_of, OptimizerState)
+_OF_A_PARAMETER = re.compile(r"model\.(?P<weight>.+)|optimizer/.*?\.state\.(?P<kept>.+)\.[^.]+")
 _FINGERPRINT_BITS = 20  # its square, summed over thousands of ranks, is exact in float64
 _LEAST_BLOCK = 1 << 20  # parameters: gathering fewer costs more in calls than it saves in memory
 # what torch says where a shard meets a whole tensor
@@ -50,6 +54,7 @@ class ShardedReduction(Reduction):
         self._hooks: list[RemovableHandle] = []
         self._note_layout()
         self._shard(blocks_of(model, strategy.shard))
+        self._sharded = dict(model.named_parameters())
         self._gathered = self._gather_once()
         self._follow_gradients()
 
@@ -62,14 +67,14 @@ class ShardedReduction(Reduction):
         self._blocks: dict[str, FSDPModule] = {}
         for name, block in {**blocks, "": self.model}.items():
             block.to(comm.device)
-            comm.broadcast_tensors([t.detach() for t in (*block.parameters(), *block.buffers()) if not _is_shard(t)])
+            comm.broadcast_tensors([t.detach() for t in (*block.parameters(), *block.buffers()) if not is_shard(t)])
             if strategy.checkpoint_activations and name:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
             # False for the model itself, whose backward begins at once; see _reshard_unless_training
             reshards = strategy.reshard_after_forward and bool(name)
             self._blocks[name] = sharded = fully_shard(
                 block, mesh=mesh, mp_policy=mixed, reshard_after_forward=reshards
-            )  # type: ignore[assignment]
+            )
             sharded.register_forward_pre_hook(functools.partial(self._note_run, name))  # type: ignore[attr-defined]
             sharded.register_forward_hook(_reshard_unless_training)  # type: ignore[attr-defined]
         self._root = self._blocks[""]
@@ -82,7 +87,7 @@ class ShardedReduction(Reduction):
         for name, block in self._blocks.items():
             block.unshard()
             own = block.named_parameters(prefix=name)  # type: ignore[attr-defined]
-            gathered.update((key, p) for key, p in own if not _is_shard(p))
+            gathered.update((key, p) for key, p in own if not is_shard(p))
             block.reshard()
         return gathered
 
@@ -198,7 +203,15 @@ class ShardedReduction(Reduction):
 
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         norm = super().total_norm(gradients)
-        return norm.full_tensor() if _is_shard(norm) else norm  # type: ignore[attr-defined]
+        return norm.full_tensor() if is_shard(norm) else norm  # type: ignore[attr-defined]
+
+    def place(self, name: str, empty: torch.Tensor) -> torch.Tensor:
+        """Weights, and what an optimizer keeps of a weight's shape, are read in shards like the weight's."""
+        found = _OF_A_PARAMETER.fullmatch(name)
+        parameter = None if found is None else self._sharded.get(found["weight"] or found["kept"])
+        if parameter is None or parameter.shape != empty.shape:
+            return super().place(name, empty)
+        return torch.empty_like(parameter.detach(), dtype=empty.dtype)
 
 
 def blocks_of(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Module]:
@@ -245,10 +258,6 @@ def _keeps_to_itself(block: nn.Module, model: nn.Module) -> bool:
     others = {id(p) for m in model.modules() if m not in inside for p in m.parameters(recurse=False)}
     mine = [id(p) for p in block.parameters()]
     return bool(mine) and others.isdisjoint(mine)
-
-
-def _is_shard(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "device_mesh")
 
 
 def _reshard_unless_training(block: nn.Module, _inputs: Any, _output: Any) -> None:

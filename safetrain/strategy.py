@@ -26,12 +26,16 @@ class Strategy(Protocol):
     Attributes:
         broadcast_buffers: before each synchronising forward, buffers are made equal to rank 0's.
         forward_communicates: the model's own forward issues collectives: all ranks must run each one.
+        read_later: beginnings of the names of what is read of a checkpoint only when the model is there, because no
+            rank is to hold the whole of it.
     """
 
     @property
     def broadcast_buffers(self) -> bool: ...
     @property
     def forward_communicates(self) -> bool: ...
+    @property
+    def read_later(self) -> Sequence[str]: ...
 
     def check_ranks(self, world_size: int) -> None:
         """
@@ -76,6 +80,8 @@ class DDPStrategy:
     sync_batchnorm: bool = False
     forward_communicates: bool = False
     compile: bool = False
+
+    read_later = ()
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
@@ -141,6 +147,7 @@ class FSDPStrategy:
     broadcast_buffers: bool = True
 
     forward_communicates = True
+    read_later = ("model.", "optimizer/")
 
     def __post_init__(self) -> None:
         if isinstance(self.shard, str) or not all(isinstance(name, str) for name in self.shard or ()):
@@ -181,6 +188,7 @@ class SingleStrategy:
 
     broadcast_buffers = True  # to nobody
     forward_communicates = False
+    read_later = ()
 
     def check_ranks(self, world_size: int) -> None:
         if world_size > 1:

@@ -1,4 +1,4 @@
-"""The order of a window where forward communicates (FSDP, SyncBatchNorm, a static graph): the vote comes before any forward.
+"""The order of a window where forward communicates (FSDP, SyncBatchNorm, a static graph): the vote comes first.
 
 Fewer policies hold here. What to leave out is decided by ``accept_batch``; a rank without data runs its last good batch
 with weight 0, only to take part; an exception, out of memory or ``None`` in forward or backward ends the job.
@@ -106,9 +106,9 @@ class VoteThenTrain:
         for them."""
         try:
             returned = self._parts.training_step(batch, weight)
-        except Exception as raised:
-            error = self._parts.reduction.explain(raised)
-            reason = f"{type(error).__name__}: {error} at {place_of(error)}"
+        except Exception as error:
+            explained = self._parts.reduction.explain(error)
+            reason = f"{type(explained).__name__}: {explained} at {place_of(error)}"
             raise self._parts.failed(step, reason, "training_step", work) from error
         loss = returned if isinstance(returned, Loss) else Loss(returned)
         if not isinstance(loss.value, torch.Tensor) or not loss.value.requires_grad:
