@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.utils.data import TensorDataset
 
 import safetrain
@@ -20,41 +18,10 @@ from safetrain.strategy import Strategy
 from safetrain.testing import run_ranks
 from tests.ranks.outcome import batches_of, feed
 from tests.ranks.resuming import Recorder
-from tests.ranks.toys import CLASSES, FEATURES, Batch, Classifier, adamw, assert_close, momentum_sgd, samples
+from tests.ranks.toys import Batch, Blocks, Classifier, adamw, assert_close, momentum_sgd, samples, state
 
 FSDP = safetrain.FSDPStrategy(shard=["Block"])
 HYBRID = safetrain.FSDPStrategy(shard=["Block"], replicas=2)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 24), nn.Linear(24, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """Two blocks; the same weights at every call. Widths that do not divide by the ranks."""
-
-    def __init__(self, width: int = 14) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inside, self.blocks = nn.Linear(FEATURES, width), nn.ModuleList([Block(width), Block(width)])
-        self.outside = nn.Linear(width, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inside(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.outside(x)
-
-
-def whole(trainer: safetrain.Trainer) -> dict[str, torch.Tensor]:
-    """Weights and buffers, gathered from all ranks."""
-    tensors = {name: value.detach() for name, value in trainer.model.state_dict().items()}
-    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in tensors.items()}
 
 
 def trained(
@@ -64,12 +31,12 @@ def trained(
     told: list[safetrain.Event] = []
     parts: dict[str, Any] = {"optimizer": adamw, "loop": safetrain.Loop(log_every_steps=1, nominal_weight=4)}
     trainer = given.pop("kind", Classifier)(
-        given.pop("model", Net)(), feed(batches), strategy=strategy, observers=[Recorder(told)], **(parts | given)
+        given.pop("model", Blocks)(), feed(batches), strategy=strategy, observers=[Recorder(told)], **(parts | given)
     )
     trainer.fit()
     losses = [event.metrics["train/loss"] for event in told if "train/loss" in event.metrics]
     norms = [event.metrics["train/grad_norm"] for event in told if "train/grad_norm" in event.metrics]
-    return losses, norms, whole(trainer)
+    return losses, norms, state(trainer)
 
 
 @pytest.mark.parametrize("strategy", [FSDP, HYBRID, safetrain.FSDPStrategy(checkpoint_activations=True)])
@@ -109,16 +76,15 @@ def strategy_run(
     told: list[safetrain.Event] = []
     x, y = samples(96)
     trainer = Classifier(
-        Net(), TensorDataset(x, y), strategy=strategy, observers=[Recorder(told)], run_dir=folder, resume=resume,
+        Blocks(), TensorDataset(x, y), strategy=strategy, observers=[Recorder(told)], run_dir=folder, resume=resume,
         optimizer=adamw, scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.7),
         loop=safetrain.Loop(epochs=4, max_steps=max_steps, log_every_steps=1, clip_norm=0.5),
         loader=safetrain.Loader(batch_size=16 // comm.world_size, shuffle=False),
         checkpoint=safetrain.Checkpoint(every_steps=3, keep_last=None, at_end=False, every_epochs=None),
     )  # fmt: skip
     trainer.fit()
-    return [(event.step, event.metrics["train/loss"]) for event in told if "train/loss" in event.metrics], whole(
-        trainer
-    )
+    losses = [(event.step, event.metrics["train/loss"]) for event in told if "train/loss" in event.metrics]
+    return losses, state(trainer)
 
 
 DDP, SINGLE = safetrain.DDPStrategy(), safetrain.SingleStrategy()
@@ -158,8 +124,8 @@ def test_each_rank_writes_its_shards_and_export_gives_whole_tensors(tmp_path: Pa
     assert max(sizes) < 2 * min(sizes)
     assert export(tmp_path, tmp_path / "model.pt")
     exported = torch.load(tmp_path / "model.pt")
-    assert list(exported) == list(Net().state_dict())
+    assert list(exported) == list(Blocks().state_dict())
     assert_close(exported, weights, 0.0)
     assert {name: value.shape for name, value in exported.items()} == {
-        name: value.shape for name, value in Net().state_dict().items()
+        name: value.shape for name, value in Blocks().state_dict().items()
     }
