@@ -108,10 +108,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             ["recipe=mine", "strategy=single", "launch.nproc_per_node=2", "device=cpu"],
             "strategy=single is for one rank, and 2 are asked for: set launch.nproc_per_node=1 launch.nnodes=1, or",
         ),
-        (
-            ["recipe=mine", "strategy=single", "launch=cluster", "launch.nnodes=2", "launch.rdzv_endpoint=a:29500"],
-            "strategy=single is for one rank, and 2 are asked for",
-        ),
         (["recipe=mine", "policy.skip.max_consecutive=-1"], "policy.skip: max_consecutive=-1"),
         (["recipe=mine", "+model.widht=3"], "model.widht: torch.nn.Linear takes no such argument."),
         (["recipe=mine", "~model.in_features"], "model: torch.nn.Linear can't be called with what the config gives it"),
