@@ -46,6 +46,13 @@ class ShardedReduction(Reduction):
     def __init__(self, model: nn.Module, comm: Comm, strategy: FSDPStrategy) -> None:
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise UsageError(f"strategy=fsdp needs torch 2.13 or newer, and this is {torch.__version__}")
+        if wrapped := next((name for name in map(_wrapper, model.modules()) if name), None):
+            raise UsageError(
+                f"the model is already wrapped ({wrapped}): give the bare model, safetrain shards it. One that an "
+                "earlier fit() has sharded stays so: let build_model make a new one."
+            )
+        if empty := next((name for name, p in model.named_parameters() if p.is_meta), None):
+            raise UsageError(f"{empty} is on the meta device and has no values: build the model on the CPU")
         super().__init__(model, comm, votes_first=True)
         self._strategy = strategy
         self._step = 0
@@ -246,6 +253,11 @@ def blocks_of(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Mod
         for name in sorted(found, key=lambda name: -name.count("."))
         if type(modules[name]).forward is not nn.Module.forward and _keeps_to_itself(modules[name], model)
     }
+
+
+def _wrapper(module: nn.Module) -> str:
+    kinds = [kind.__name__ for kind in type(module).__mro__]
+    return next((kind for kind in ("FSDPModule", "DistributedDataParallel") if kind in kinds), "")
 
 
 def _size(module: nn.Module) -> int:

@@ -65,7 +65,7 @@ class Case:
     error: str = ""
 
 
-def third(change: Callable[[Batch], Any]) -> Callable[[list[Any]], None]:
+def third_is(change: Callable[[Batch], Any]) -> Callable[[list[Any]], None]:
     def spoil(batches: list[Any]) -> None:
         batches[2] = change(batches[2])
 
@@ -77,14 +77,14 @@ def shorter(batches: list[Any]) -> None:
 
 
 CASES = {
-    "skip_any": Case(third(refused), {}, 4),
-    "skip_partial": Case(third(refused), {"skip": policies.SkipPartial()}, 5),
-    "skip_all": Case(third(refused), {"skip": policies.SkipAll()}, 5),
+    "skip_any": Case(third_is(refused), {}, 4),
+    "skip_partial": Case(third_is(refused), {"skip": policies.SkipPartial()}, 5),
+    "skip_all": Case(third_is(refused), {"skip": policies.SkipAll()}, 5),
     "uneven_stop": Case(shorter, {}, 3),
     "uneven_continue": Case(shorter, {"uneven": policies.UnevenContinue()}, 5),
-    "non_finite_skip": Case(third(not_a_number), {}, 4),
-    "non_finite_stop": Case(third(not_a_number), {"non_finite": policies.NonFiniteStop()}, error="TrainingStopped"),
-    "error_in_data": Case(third(lambda _: OSError("unreadable")), {}, error="failed"),
+    "non_finite_skip": Case(third_is(not_a_number), {}, 4),
+    "non_finite_stop": Case(third_is(not_a_number), {"non_finite": policies.NonFiniteStop()}, error="TrainingStopped"),
+    "error_in_data": Case(third_is(lambda _: OSError("unreadable")), {}, error="failed"),
 }
 
 
@@ -295,6 +295,20 @@ def test_a_class_that_is_not_in_the_model_is_named_with_the_nearest() -> None:
             "strategy.shard: the model has no module of class Blokc. Did you mean Block? It has: Block, LayerNorm, "
             "Linear, ModuleList."
         )
+
+
+def test_models_that_can_not_be_sharded_again_or_yet() -> None:
+    def work(comm: Comm) -> list[str]:
+        with torch.device("meta"):
+            empty = Blocks()
+        model, batches = Blocks(), feed(batches_of(2, 2))
+        given = {"optimizer": adamw, "strategy": FSDP}
+        return [end_of(Classifier(each, batches, **given)).text for each in (model, model, empty)]
+
+    for first, second, third in run_ranks(work, 2):
+        assert first == ""
+        assert second.startswith("the model is already wrapped (FSDPModule): give the bare model")
+        assert third == "inside.weight is on the meta device and has no values: build the model on the CPU"
 
 
 def test_a_script_with_two_ranks_can_not_be_single() -> None:

@@ -1,6 +1,8 @@
-"""Which modules are gathered as one."""
+"""Which modules are gathered as one, and what their collectives are called."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import pytest
 from torch import nn
@@ -8,6 +10,7 @@ from torch import nn
 from safetrain import sharding
 from safetrain.errors import UsageError
 from safetrain.sharding import blocks_of
+from safetrain.words import call_in_words
 
 
 class Layer(nn.Module):
@@ -56,3 +59,25 @@ def test_a_list_itself_never_runs() -> None:
 def test_a_class_that_the_model_does_not_have() -> None:
     with pytest.raises(UsageError, match=r"no module of class Layre\. Did you mean Layer\? It has: Embedding, Layer, "):
         blocks_of(stack(), ["Layre"])
+
+
+class Call(NamedTuple):
+    op: str
+    about: str
+    group: str = "1"
+    shapes: tuple[tuple[int, ...], ...] = ((72,),)
+    dtype: str = "Float"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (Call("all_gather", "safetrain_ddp"), "all_gather of 72 floats (the model's shards)"),
+        (Call("all_gather", "safetrain_shard"), "all_gather of 72 floats (the model's shards)"),
+        (Call("reduce_scatter", "safetrain_shard"), "reduce_scatter of 72 floats (the gradients)"),
+        (Call("all_reduce", "safetrain_replicate"), "all_reduce of 72 floats (the gradients)"),
+        (Call("all_gather", "mine"), "all_gather of 72 floats (group mine)"),
+    ],
+)
+def test_what_a_rank_waits_in(call: Call, words: str) -> None:
+    assert call_in_words(call) == words
