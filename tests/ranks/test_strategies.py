@@ -39,7 +39,16 @@ def trained(
     return losses, norms, state(trainer)
 
 
-@pytest.mark.parametrize("strategy", [FSDP, HYBRID, safetrain.FSDPStrategy(checkpoint_activations=True)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        FSDP,
+        HYBRID,
+        safetrain.FSDPStrategy(checkpoint_activations=True),
+        safetrain.FSDPStrategy(reshard_after_forward=False),
+    ],
+    ids=["fsdp", "hybrid", "checkpoint_activations", "gathered_once"],
+)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("make_optimizer", [momentum_sgd, adamw])
 def test_the_losses_are_those_of_ddp_and_of_one_process(
@@ -101,7 +110,7 @@ DDP, SINGLE = safetrain.DDPStrategy(), safetrain.SingleStrategy()
         ((2, DDP), (4, FSDP)),
         ((4, FSDP), (2, DDP)),
     ],
-    ids=str,
+    ids=lambda side: f"{side[0]}x{type(side[1]).__name__.removesuffix('Strategy')}{getattr(side[1], 'replicas', '')}",
 )
 def test_a_checkpoint_goes_on_with_other_ranks_and_another_strategy(
     before: tuple[int, Strategy], after: tuple[int, Strategy], tmp_path: Path
