@@ -117,6 +117,9 @@ def test_a_checkpoint_goes_on_with_other_ranks_and_another_strategy(
 ) -> None:
     (uninterrupted, weights), *_ = run_ranks(strategy_run, before[0], before[1], tmp_path / "whole")
     run_ranks(strategy_run, before[0], before[1], tmp_path / "cut", "none", 6)
+    copies = getattr(before[1], "replicas", before[0])  # of DDP's and one process' each rank has one
+    written = sorted(path.name for path in (tmp_path / "cut/checkpoints/step_6").glob("*.distcp"))
+    assert written == [f"__{rank}_0.distcp" for rank in range(before[0] // copies)]
     found = run_ranks(strategy_run, after[0], after[1], tmp_path / "cut", "auto")
     for losses, at_end in found:
         assert [step for step, _ in losses] == [7, 8]
