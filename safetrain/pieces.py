@@ -66,4 +66,6 @@ def is_shard(tensor: object) -> bool:
 
 def bytes_here(tensor: torch.Tensor) -> int:
     """What this rank holds of it."""
-    return Piece.of(tensor).local.nbytes
+    shard: Any = tensor
+    local: torch.Tensor = shard.to_local() if is_shard(tensor) else tensor
+    return local.nbytes

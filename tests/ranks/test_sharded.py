@@ -15,6 +15,7 @@ from torch import nn
 import safetrain
 from safetrain import policies
 from safetrain.comm import Comm
+from safetrain.out_of_memory import owners
 from safetrain.precision import BF16, FP16, FP32
 from safetrain.strategy import Strategy
 from safetrain.testing import run_ranks
@@ -376,3 +377,13 @@ def test_optimizers_that_take_turns(world_size: int) -> None:
     found = run_ranks(work, world_size, safetrain.FSDPStrategy())
     assert_clean(found, step=6)
     assert_close(found[0].state, run_ranks(work, world_size, VOTES_FIRST)[0].state)
+
+
+def test_who_held_the_memory_is_told_in_what_this_rank_has() -> None:
+    def work(comm: Comm) -> tuple[int, str]:
+        trainer = Classifier(Blocks(16), feed(batches_of(2, 1)), optimizer=adamw, strategy=FSDP)
+        trainer.fit()
+        held = {(one.kind, one.name): one for one in owners(trainer.model, trainer.optimizers)}
+        return held["parameter", "blocks.0.up.weight"].bytes, held["optimizer", "blocks.0.up.weight.exp_avg"].what
+
+    assert run_ranks(work, 2) == [(24 * 16 * 4 // 2, "a shard of 24x16 float32")] * 2
