@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import safetrain
+import safetrain.sharding  # torch.distributed.fsdp takes a second: once in the parent of all ranks
 from safetrain import policies
 from safetrain.comm import Comm
 from safetrain.out_of_memory import owners

@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import safetrain
+import safetrain.sharding  # this and what it imports takes a second: once in the parent of all ranks
+import safetrain.tensor_files
 from safetrain.comm import Comm
 from safetrain.export import export
 from safetrain.strategy import Strategy
