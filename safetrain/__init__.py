@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from safetrain.policies import Policies as Policies
     from safetrain.report import Result as Result
     from safetrain.strategy import DDPStrategy as DDPStrategy
+    from safetrain.strategy import FSDPStrategy as FSDPStrategy
+    from safetrain.strategy import SingleStrategy as SingleStrategy
     from safetrain.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -55,6 +57,7 @@ _HOMES = {
     "DDPStrategy": "strategy",
     "DataError": "errors",
     "Event": "observer",
+    "FSDPStrategy": "strategy",
     "Loader": "config",
     "Loop": "config",
     "Loss": "contain",
@@ -69,6 +72,7 @@ _HOMES = {
     "Result": "report",
     "RunInfo": "observer",
     "SafetrainError": "errors",
+    "SingleStrategy": "strategy",
     "SkipBatch": "errors",
     "Trainer": "trainer",
     "TrainingStopped": "errors",

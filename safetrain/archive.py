@@ -1,6 +1,7 @@
 """The files of one checkpoint: what they are called and how they are written and read. Nothing here talks to a rank.
 
-    __0_0.distcp, .metadata   the tensors all ranks share (tensor_files.py)
+    __<n>_0.distcp            what rank n wrote of the tensors all ranks share: its shards, rank 0 what is not divided
+    .metadata                 where each piece of each tensor is (tensor_files.py)
     structure.pt              the nested dicts around them, with all values that are no tensors
     rank_<n>.pt               what is rank n's alone
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from safetrain import tree
 from safetrain.errors import CheckpointError
+from safetrain.pieces import Piece
 
 STRUCTURE = "structure.pt"
 # beside what torch.load trusts by itself: what arrays and their scalars are made of, and how pickle writes b"" and sets
@@ -31,24 +33,45 @@ _HARMLESS = [
 _UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 
 
-def write_shared(folder: Path, structure: Any, tensors: Mapping[str, torch.Tensor]) -> list[Path]:
-    """Write what ``tree.split`` gave; returns the files."""
+def write_pieces(folder: Path, rank: int, pieces: Mapping[str, Piece]) -> tuple[list[Path], str]:
+    """Write what is this rank's of what ``tree.split`` gave; returns the files, and for ``write_shared`` what is where
+    in them."""
+    if not any(piece.local.numel() for piece in pieces.values()):
+        return [], ""
     from safetrain import tensor_files  # says why not at the top
 
+    names, index = tensor_files.write(folder, rank, pieces)
+    return [folder / name for name in names], index
+
+
+def write_shared(folder: Path, structure: Any, indexes: Sequence[str]) -> list[Path]:
+    """Write the structure that ``tree.split`` gave, and where all ranks' pieces are; returns the files."""
     _save(structure, folder / STRUCTURE)
-    before = set(folder.iterdir())
-    tensor_files.write(folder, tensors)
-    return [folder / STRUCTURE, *sorted(set(folder.iterdir()) - before)]
+    if not any(indexes):
+        return [folder / STRUCTURE]
+    from safetrain import tensor_files  # says why not at the top
+
+    return [folder / STRUCTURE, folder / tensor_files.finish(folder, [index for index in indexes if index])]
 
 
-def read_shared(folder: Path) -> dict[str, Any]:
-    """What ``write_shared`` wrote.
+def read_shared(folder: Path, place: Callable[[str, torch.Tensor], torch.Tensor] = tree.on_cpu) -> dict[str, Any]:
+    """What all ranks wrote together; ``place``: where to, see ``tree.join``.
 
     Raises:
         CheckpointError: it can't be read.
     """
     with _reading(folder):
-        return tree.join(_load(folder / STRUCTURE), lambda tensors: _fill(folder, tensors))
+        return fill(folder, _load(folder / STRUCTURE), place)
+
+
+def fill(folder: Path, shared: Any, place: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """``shared`` with what was left empty when it was read.
+
+    Raises:
+        CheckpointError: it can't be read.
+    """
+    with _reading(folder):
+        return tree.join(shared, lambda pieces: _fill(folder, pieces), place)
 
 
 def read_part(folder: Path, name: str) -> Any:
@@ -61,7 +84,7 @@ def read_part(folder: Path, name: str) -> Any:
         structure = _load(folder / STRUCTURE)
         if name not in structure:
             raise CheckpointError(f"{folder} has no {name}; it has {', '.join(structure)}")
-        return tree.join(structure, lambda tensors: _fill(folder, tensors), prefix=name)[name]
+        return fill(folder, structure, lambda at, empty: tree.on_cpu(at, empty) if at.startswith(name) else empty)[name]
 
 
 def write_own(folder: Path, rank: int, own: Mapping[str, Any]) -> Path:
@@ -84,11 +107,12 @@ def own_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.pt"
 
 
-def _fill(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    if tensors:
+def _fill(folder: Path, pieces: Mapping[str, Piece]) -> None:
+    wanted = {name: piece for name, piece in pieces.items() if piece.local.numel()}
+    if wanted:
         from safetrain import tensor_files  # says why not at the top
 
-        tensor_files.read_into(tensors, folder)
+        tensor_files.read_into(wanted, folder)
 
 
 def _save(value: Any, path: Path) -> None:

@@ -23,7 +23,7 @@ from safetrain.limits import cores
 from safetrain.out_of_memory import Census
 from safetrain.parts import Parts, UserCode
 from safetrain.precision import Clip
-from safetrain.reduction import Reduction
+from safetrain.reducing import Reduction
 from safetrain.report import Reporter, describe_run
 from safetrain.resume import find_checkpoint, state_of
 from safetrain.seeding import seed_process
@@ -66,15 +66,16 @@ def assemble(trainer: Trainer) -> Run:
     without = [rank for rank, has_one in enumerate(comm.gather(trainer.run_dir is not None)) if not has_one]
     if 0 < len(without) < comm.world_size:
         raise UsageError(f"{ranks_in_words(without)} got no run_dir, and others did: give it on all ranks")
+    trainer.strategy.check_ranks(comm.world_size)
     token = checkup.begin(trainer)
     checkpoints = trainer.build_checkpoints()
-    resumption = find_checkpoint(checkpoints, trainer.resume, trainer.run_dir)
+    resumption = find_checkpoint(checkpoints, trainer.resume, trainer.run_dir, trainer.strategy.read_later)
     trainer.step, trainer.epoch = (resumption.saved.step, resumption.saved.epoch) if resumption else (0, 0)
 
     torch.manual_seed(seed)  # the same initial weights on every rank
     trainer.model = model = trainer.strategy.prepare(trainer.build_model(), comm)
     checkup.check_model(trainer)
-    reduction = Reduction(model, comm, trainer.strategy)
+    reduction = trainer.strategy.reduce(model, comm)
     trainer.optimizers = trainer.build_optimizers()
     check_optimizers(trainer.optimizers, model)
     trainer.precision.prepare(comm.device)
@@ -117,7 +118,7 @@ def assemble(trainer: Trainer) -> Run:
         window, reduction, val_feed, replicas, reporter, keeper, census
     )  # user code may validate from here on
     if resumption is not None:
-        resumption.take_over(trainer, state, replicas, reporter)
+        resumption.take_over(trainer, state, replicas, reporter, reduction.place)
     replicas.run(trainer.step)
     keeper.try_out()
     window.on_first_batch = partial(checkup.check_begun, trainer, parts)

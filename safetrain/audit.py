@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from safetrain.comm import Comm
 from safetrain.errors import RanksDiffer
+from safetrain.pieces import is_shard
 from safetrain.precision import Precision
 from safetrain.words import ranks_in_words
 
@@ -154,7 +155,7 @@ def _hyperparameters(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str,
 
 
 def _is_replica(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not hasattr(tensor, "device_mesh")  # a DTensor is one rank's part
+    return tensor.layout == torch.strided and not is_shard(tensor)
 
 
 def _different(found: Sequence[Mapping[str, object]], changed: Sequence[set[str]]) -> dict[str, list[object]]:

@@ -10,10 +10,12 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from safetrain import archive, tree
 from safetrain.activity import ACTIVITY
@@ -38,7 +40,7 @@ _GRACE_S = 30.0  # the writers keep to timeout_s by themselves, unless the disk 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint holds; all tensors are on the CPU.
+    """What a checkpoint holds; all tensors are on the CPU, but for what ``filled`` puts elsewhere.
 
     Attributes:
         world_size: of the run that saved.
@@ -52,6 +54,14 @@ class Saved:
     shared: dict[str, Any]
     own: tuple[dict[str, Any], ...]
     config_text: str
+
+    def filled(self, place: Callable[[str, torch.Tensor], torch.Tensor]) -> Saved:
+        """With what was left empty in it; ``place``: where to, see ``tree.join``.
+
+        Raises:
+            CheckpointError: it can't be read.
+        """
+        return replace(self, shared=archive.fill(self.path, self.shared, place))
 
 
 class Checkpoints:
@@ -148,8 +158,9 @@ class Checkpoints:
                 f"{text}. That was failure {self._failures} in a row, and checkpoint.max_failures={limit}."
             )
 
-    def load(self, where: str | Path) -> Saved | None:
-        """The same checkpoint on every rank, each byte of it verified.
+    def load(self, where: str | Path, leave: Sequence[str] = ()) -> Saved | None:
+        """The same checkpoint on every rank, each byte of it verified. Tensors whose names begin with one of ``leave``
+        are left empty (see ``Saved.filled``).
 
         ``where`` is ``auto``, for the newest good one of this run (None where there is none at all); or a path: of a
         checkpoint, for that one; of a run or its checkpoints, for the newest good one in there.
@@ -175,7 +186,7 @@ class Checkpoints:
         with ACTIVITY.within("load_checkpoint", limit_s):
             problem = ""
             try:
-                saved = read(*choice)
+                saved = read(*choice, leave)
             except CheckpointError as error:
                 problem = f"rank {comm.rank}: {error}"
             if problems := list(filter(None, comm.gather(problem))):
@@ -183,16 +194,18 @@ class Checkpoints:
         return saved
 
     def _job(self, snapshot: Snapshot, metric: float | None, *, copies: bool) -> Job:
-        structure, tensors = tree.split(snapshot.shared)
-        if self._comm.rank != 0:
-            structure, tensors = None, {}  # the others have only looked whether it can be written
+        structure, pieces = tree.split(snapshot.shared)  # on all ranks: they look whether it can be written
+        mine = {name: piece for name, piece in pieces.items() if piece.written_by(self._comm.rank)}
+        if copies:
+            staged = self._staging.copy({name: piece.local for name, piece in mine.items()})
+            mine = {name: replace(piece, local=staged[name]) for name, piece in mine.items()}
         return Job(
             step=snapshot.step,
             epoch=snapshot.epoch,
             metric=None if metric is None or not math.isfinite(metric) else metric,
             config_text=snapshot.config_text,
             structure=structure,
-            tensors=self._staging.copy(tensors) if copies else tensors,
+            pieces=mine,
             own=tree.rebuild(snapshot.own, lambda _, tensor: tensor.cpu().clone()),
         )
 
@@ -235,18 +248,19 @@ def find(path: Path) -> tuple[Path, Manifest]:
     return path, manifest
 
 
-def read(path: Path, manifest: Manifest) -> Saved:
-    """What ``find`` found.
+def read(path: Path, manifest: Manifest, leave: Sequence[str] = ()) -> Saved:
+    """What ``find`` found; tensors whose names begin with one of ``leave`` are left empty.
 
     Raises:
         CheckpointError: it can't be read.
     """
+    left = tuple(leave)
     return Saved(
         path=path,
         step=manifest.step,
         epoch=manifest.epoch,
         world_size=manifest.world_size,
-        shared=archive.read_shared(path),
+        shared=archive.read_shared(path, lambda at, empty: empty if at.startswith(left) else tree.on_cpu(at, empty)),
         own=tuple(archive.read_own(path, rank) for rank in range(manifest.world_size)),
         config_text=manifest.config_text,
     )

@@ -154,7 +154,8 @@ def check_begun(trainer: Trainer, parts: Parts, seconds: float) -> None:
     if not options.enabled:
         return
     with ACTIVITY.within("preflight"):
-        tried = options.deep and options.choice(FirstStep.name) != "off"
+        alone = not trainer.strategy.forward_communicates  # else a rank can't run a step by itself
+        tried = options.deep and alone and options.choice(FirstStep.name) != "off"
         step = try_step(trainer, parts) if tried else None
         begun = Begun(
             **_fields(here),

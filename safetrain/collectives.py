@@ -15,7 +15,7 @@ import logging
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -69,6 +69,10 @@ class CollectiveLog:
             if method in dist.ProcessGroup.__dict__:
                 self._originals[method] = dist.ProcessGroup.__dict__[method]
                 setattr(dist.ProcessGroup, method, self._noting(method))
+
+    def own(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """These are safetrain's, too."""
+        self._own.update(groups)
 
     def remove(self) -> None:
         """Leave ``ProcessGroup`` as it was, and hold no group any more."""

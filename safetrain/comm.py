@@ -1,7 +1,8 @@
 """The door to torch.distributed: join, groups, the store, and the few collectives the loop needs outside the gradients.
 
-Three groups, each with an explicit time limit (``new_group`` does not inherit one, and Gloo's default is 30 minutes):
-the default group is the user's, DDP has its own, and the control group (Gloo, on the CPU) carries agreements.
+Groups of safetrain's own have an explicit time limit (``new_group`` does not inherit one, and Gloo's default is 30
+minutes): the default group is the user's, gradients have their own, and the control group (Gloo, on the CPU) carries
+agreements. Hybrid sharding adds one for each copy of the model, and one for each shard of it.
 A stray user collective can therefore never pair with a gradient bucket or with a vote.
 """
 
@@ -16,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
 from safetrain import flight_recorder
 from safetrain.collectives import CollectiveLog
@@ -77,7 +79,7 @@ class Comm:
     def __init__(self, device: str, timeout_s: float, join_timeout_s: float) -> None:
         self.rank, self.world_size, self.local_rank, self.local_world_size = launcher_place()
         self.device = _choose_device(device, self.local_rank)
-        timeout = timedelta(seconds=timeout_s)
+        self._timeout = timeout = timedelta(seconds=timeout_s)
         flight_recorder.switch_on()
         self._owns_default_group = not dist.is_initialized()
         if self._owns_default_group:
@@ -166,6 +168,25 @@ class Comm:
         exchange = [dist.P2POp(dist.irecv, received, before, self.ddp_group)]
         exchange.append(dist.P2POp(dist.isend, values, after, self.ddp_group))
         return dist.batch_isend_irecv(exchange)
+
+    def mesh(self, replicas: int) -> DeviceMesh:
+        """The ranks as rows that each hold one of ``replicas`` copies of the model, sharded over the row. Every rank
+        must call it. A copy is on ranks that follow each other, so on as few machines as can be."""
+        kind, shards = self.device.type, self.world_size // replicas
+        if replicas == 1:
+            return DeviceMesh.from_group(self.ddp_group, kind, mesh_dim_names=("shard",))
+        ranks = torch.arange(self.world_size).view(replicas, shards)
+        groups = [
+            self._group_of_mine(of_dimension.tolist(), f"safetrain_{name}")
+            for name, of_dimension in (("replicate", ranks.T), ("shard", ranks))
+        ]
+        self.collectives.own(groups)
+        return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicate", "shard"))
+
+    def _group_of_mine(self, of_ranks: Sequence[list[int]], name: str) -> dist.ProcessGroup:
+        """One group for each of ``of_ranks``, made by all ranks in the same order; the one that this rank is in."""
+        made = [self._new_group(ranks, timeout=self._timeout, group_desc=name) for ranks in of_ranks]
+        return next(group for ranks, group in zip(of_ranks, made, strict=True) if self.rank in ranks)
 
     def post(self, key: str, text: str) -> None:
         """Leave ``text`` in the store; waits for nobody."""

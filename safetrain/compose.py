@@ -29,6 +29,7 @@ from safetrain.explain import COMPOSITION_ERRORS, check_package, explain
 from safetrain.launch_config import ONE_MACHINE, Launch
 from safetrain.preflight_config import ONLY_CHECKS
 from safetrain.run_dir import choose_run_dir
+from safetrain.scheduler import placement
 from safetrain.targets import check_targets, import_target
 
 
@@ -152,7 +153,8 @@ def resolve(composed: DictConfig, *, as_rank: bool = False) -> Config:
                 "resume=auto in a sweep: which of its jobs would go on with which run is not known. Give each job a "
                 "path (resume=outputs/multirun/<sweep>/0,...), or run it alone."
             )
-        _check_what_it_builds(config)
+        place = placement(os.environ) if as_rank else None
+        _check_what_it_builds(config, 0 if place is None else place.world_size)
         return config
 
 
@@ -186,13 +188,14 @@ def _names_in_template(file: str) -> list[str]:
     return []
 
 
-def _check_what_it_builds(config: Config) -> None:
+def _check_what_it_builds(config: Config, started: int) -> None:
+    """``started``: ranks that are there already; 0: ``launch`` says how many there will be."""
     check_targets({**config.to_plain(), "trainer": None})
     from safetrain.launch import number_of_ranks  # these import torch
     from safetrain.trainer import Trainer
     from safetrain.worker import blueprint, instantiate
 
-    number_of_ranks(config)
+    ranks = started or number_of_ranks(config) * config.launch.nodes
     trainer = import_target(target := config.trainer["_target_"], "trainer")
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise ConfigError(f"trainer._target_={target}: must be a subclass of safetrain.Trainer")
@@ -202,11 +205,13 @@ def _check_what_it_builds(config: Config) -> None:
     check_targets(blueprint(config), "trainer")
     parts = {"precision": config.precision, "strategy": config.strategy}
     parts |= {f"policy.{name}": node for name, node in config.to_plain()["policy"].items()}
+    built = {}
     for key, node in parts.items():  # cheap to build, so their values are checked here
         try:
-            instantiate(node)
+            built[key] = instantiate(node)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key}: {error}") from error
+    built["strategy"].check_ranks(ranks)
 
 
 @contextmanager

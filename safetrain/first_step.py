@@ -112,7 +112,7 @@ class FirstStep:
     def judge(self, said: Sequence[Said]) -> list[Finding]:
         tried = [one for one in said if one.facts is not None]
         if not tried:
-            return [Finding(self.name, "not tried (preflight=deep tries it)")]
+            return [Finding(self.name, "not tried (preflight=deep tries it, where forward does not communicate)")]
         findings = [
             Finding(
                 self.name, "failed", "refuse", ranks_of(some),

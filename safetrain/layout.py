@@ -62,27 +62,44 @@ class ParameterLayout:
                 return f"{name} was replaced"
             if parameter is not None and parameter.requires_grad is not requires_grad:
                 return f"{name} was {'frozen' if requires_grad else 'unfrozen'}"
+        return self._added() or self._moved()
+
+    def replaced(self) -> str | None:
+        """What was replaced or added; None: nothing, though something may have been frozen or unfrozen."""
+        for name, parameters, key, parameter, _ in self._slots:
+            if parameters.get(key) is not parameter:
+                return f"{name} was replaced"
+        return self._added()
+
+    def _added(self) -> str | None:
         for name, parameters, count in self._modules:
             if len(parameters) != count:
                 return f"a parameter was added to {name or 'the model'}"
-        return self._moved()
+        return None
 
     def _moved(self) -> str | None:
         storages = [p.data_ptr() for _, p in self.trained]
         if storages == self._storages:
             return None
-        for (name, p), (dtype, device) in zip(self.trained, self._kinds, strict=True):
-            if (p.dtype, p.device) != (dtype, device):
-                raise UsageError(
-                    f"parameter {name} was {dtype} on {device} when training began and is now {p.dtype} on {p.device}: "
-                    "move and convert the model before fit(), the optimizer and DDP hold on to what they were given"
-                )
+        self.check_kinds()
         # new storage alone (an EMA swap through .data) leaves the hooks in place
         for (name, p), edge in zip(self.trained, self.edges, strict=True):
             if get_gradient_edge(p).node is not edge.node:
                 return f"{name} was moved or converted, and back"
         self._storages = storages
         return None
+
+    def check_kinds(self) -> None:
+        """
+        Raises:
+            UsageError: a parameter is now of another dtype or on another device.
+        """
+        for (name, p), (dtype, device) in zip(self.trained, self._kinds, strict=True):
+            if (p.dtype, p.device) != (dtype, device):
+                raise UsageError(
+                    f"parameter {name} was {dtype} on {device} when training began and is now {p.dtype} on {p.device}: "
+                    "move and convert the model before fit(), the optimizer and DDP hold on to what they were given"
+                )
 
     def convert_back(self) -> None:
         """Parameters in the dtype and on the device that DDP knows: a rank that fails must still take part once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from safetrain import limits
 from safetrain.finding import Finding, Job, Said, Verdict, groups, of_hosts, ranks_of, size, spread, where, who
+from safetrain.pieces import bytes_here
 from safetrain.words import names_in_words, ranks_in_words
 
 _TOKEN = ".preflight"
@@ -118,11 +119,12 @@ class Memory:
     name: str = "memory"
 
     def look(self, here: Job) -> dict[str, int]:
-        model = sum(p.numel() * p.element_size() for p in here.trainer.model.parameters())
+        model = sum(map(bytes_here, here.trainer.model.parameters()))
         on_cpu = here.comm.device.type == "cpu"
+        state = state_bytes(here.trainer, bytes_here)
         # weights are there already; to come: gradients, DDP's buckets, the optimizer's state, a copy for the checkpoint
-        to_come = model + state_bytes(here.trainer) + (model if on_cpu else 0)
-        return {"left": limits.memory_left(), "need": to_come if on_cpu else state_bytes(here.trainer)}
+        to_come = model + state + (model if on_cpu else 0)
+        return {"left": limits.memory_left(), "need": to_come if on_cpu else state}
 
     def judge(self, said: Sequence[Said]) -> list[Finding]:
         findings = [self._of_machine(some, said) for some in of_hosts(said)]
@@ -219,15 +221,18 @@ def foreign_threads(threads: Sequence[threading.Thread]) -> list[str]:
     ]
 
 
-def state_bytes(trainer: Any) -> int:
+def _whole_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def state_bytes(trainer: Any, count: Callable[[torch.Tensor], int] = _whole_bytes) -> int:
     """What a checkpoint of this model holds, about: weights, buffers, and the optimizers' state, which does not exist
-    before their first step."""
-    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
-    model = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    before their first step. With ``bytes_here`` as ``count``, what this rank holds of it."""
+    model = sum(map(count, [*trainer.model.parameters(), *trainer.model.buffers()]))
     state = 0
     for optimizer in trainer.optimizers.values():
         for group in optimizer.param_groups:
-            trained = sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+            trained = sum(count(p) for p in group["params"] if p.requires_grad)
             state += trained * _copies(optimizer, group)
     return model + state
 

@@ -21,6 +21,7 @@ from safetrain.activity import ACTIVITY
 from safetrain.contain import is_out_of_memory
 from safetrain.finding import size
 from safetrain.memory import resident_bytes
+from safetrain.pieces import bytes_here, is_shard
 
 FOLDER = "memory"
 _ROWS = 30
@@ -132,7 +133,7 @@ def table(held: Sequence[Held], rank: int, message: str) -> str:
 
 def _held(kind: str, name: str, tensor: torch.Tensor) -> Held:
     what = f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
-    return Held(kind, name, tensor.nbytes, what)
+    return Held(kind, name, bytes_here(tensor), f"a shard of {what}" if is_shard(tensor) else what)
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from safetrain.metrics import MetricLog
 from safetrain.out_of_memory import Census
 from safetrain.policies import Policies
 from safetrain.precision import Precision
-from safetrain.reduction import Reduction
+from safetrain.reducing import Reduction
 from safetrain.work import Work
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Parts:
                 scaled = value if self.accumulate == 1 else value / self.accumulate  # as a plain loop does, to the bit
             else:
                 scaled = value * (int(loss.weight or 0) / (self.nominal_weight * self.accumulate))
-            inputs = None if name is None else self.trained_by(name)
+            inputs = None if name is None else self.reduction.backward_inputs(self.trained_by(name))
             self.precision.scale(scaled).backward(inputs=inputs, retain_graph=index < len(losses) - 1)
 
     def trained_by(self, optimizer_name: str) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Number formats, and the order of an optimizer step: scale → backward → unscale → weigh → clip → step → update.
 
-Gradients are clipped after unscaling, on every rank alike (under DDP they are equal already: clipping communicates
-nothing). A window that the ranks dropped never reaches the scaler, so ``unscale_`` is never left without its
-``update``.
+Gradients are clipped after unscaling, on every rank alike (where ranks hold whole ones these are equal already, and
+clipping communicates nothing). A window that the ranks dropped never reaches the scaler, so ``unscale_`` is never left
+without its ``update``.
 
 A gradient that is not finite must not be stepped on. On the CPU the host looks, and decides. On a GPU looking would
 wait for the whole backward, so fused optimizers leave the step out by themselves, and the host reads it a window later.
@@ -11,7 +11,7 @@ wait for the whole backward, so fused optimizers leave the step out by themselve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -85,12 +85,19 @@ class Precision:
         """Whether ``step`` leaves a bad window out without asking the host: on a GPU, with fused optimizers."""
         return self._device.type == "cuda" and all(optimizer.defaults.get("fused") for optimizer in optimizers)
 
-    def step(self, optimizers: Sequence[Optimizer], clip: Clip, factor: float) -> Applied:
+    def step(
+        self,
+        optimizers: Sequence[Optimizer],
+        clip: Clip,
+        factor: float,
+        total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = nn.utils.get_total_norm,
+    ) -> Applied:
         """One step of every optimizer, or of none where a gradient is not finite (they are equal on all ranks).
 
         ``factor`` makes the reduced gradients the exact weighted mean; 1.0 as a rule, and then nothing is multiplied.
+        ``total_norm``: of gradients, of which a rank may have shards; the same on all ranks.
         """
-        norms = [self._make_ready(optimizer, clip, factor) for optimizer in optimizers]
+        norms = [self._make_ready(optimizer, clip, factor, total_norm) for optimizer in optimizers]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         on_device = self.skips_on_device(optimizers)
         applied = Applied(norm, self.scaler, on_device=on_device)
@@ -106,7 +113,13 @@ class Precision:
             self.scaler.update()
         return applied
 
-    def _make_ready(self, optimizer: Optimizer, clip: Clip, factor: float) -> torch.Tensor:
+    def _make_ready(
+        self,
+        optimizer: Optimizer,
+        clip: Clip,
+        factor: float,
+        total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    ) -> torch.Tensor:
         """Unscale, weigh, clip; the norm before the clip."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
@@ -114,7 +127,7 @@ class Precision:
         gradients = [p.grad for p in parameters]
         if factor != 1.0:
             torch._foreach_mul_(gradients, factor)
-        norm = nn.utils.get_total_norm(gradients)
+        norm = total_norm(gradients)
         if clip.norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, clip.norm, norm)
         if clip.value is not None:

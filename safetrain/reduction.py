@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,16 +20,17 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from safetrain.ballot import BallotBox, Tally, Vote, exact_bits, fits_in_gradients
+from safetrain.ballot import Tally, Vote, exact_bits, fits_in_gradients
 from safetrain.buckets import cap_with_room
 from safetrain.comm import Comm
 from safetrain.errors import UsageError
-from safetrain.layout import BufferGuard, ParameterLayout
-from safetrain.strategy import DDPStrategy
+from safetrain.reducing import CONTROL_GROUP_BITS, Reduction
+
+if TYPE_CHECKING:
+    from safetrain.strategy import DDPStrategy
 
 T = TypeVar("T")
 _COMM_HOOKS = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-_CONTROL_GROUP_BITS = 20  # int64 words have room for any limb; this keeps the squares small
 
 
 class StepModule(nn.Module):
@@ -47,31 +48,28 @@ class StepModule(nn.Module):
             return run()
 
 
-class Reduction:
-    """One rank's side of the gradient reduction of a model."""
+class DDPReduction(Reduction):
+    """Every rank has the whole model, and DDP averages the gradients."""
 
     def __init__(self, model: nn.Module, comm: Comm, strategy: DDPStrategy) -> None:
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise UsageError(
                 "the model is already wrapped in DistributedDataParallel: give the bare model, safetrain wraps it"
             )
-        self.model, self._comm, self._strategy = model, comm, strategy
-        self.votes_first = strategy.votes_first or any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
+        self._strategy = strategy
+        votes_first = strategy.votes_first or any(isinstance(m, nn.SyncBatchNorm) for m in model.modules())
         self._rides = (
             comm.device.type == "cpu"
             and strategy.comm_hook is None
-            and not self.votes_first
+            and not votes_first
             and fits_in_gradients(comm.world_size)
         )
-        bits = exact_bits(comm.world_size) if self._rides else _CONTROL_GROUP_BITS
-        self._box = BallotBox(comm.rank, comm.world_size, bits=bits)
+        bits = exact_bits(comm.world_size) if self._rides else CONTROL_GROUP_BITS
+        super().__init__(model, comm, votes_first=votes_first, bits=bits)
         self._wrap()
 
     def _wrap(self) -> None:
-        self._layout = ParameterLayout(self.model)
-        self._layout.check_same_on_all_ranks(self._comm)
-        self._buffers = BufferGuard(self.model)
-        self._buffers.note()
+        self._note_layout()
         self._step_module = StepModule(self.model, self._box.words if self._rides else 2, self._comm.device)
         self._ballot = self._step_module.ballot
         self._ballot_edge = get_gradient_edge(self._ballot)
@@ -87,11 +85,7 @@ class Reduction:
         )
         if strategy.comm_hook is not None:
             self._ddp.register_comm_hook(self._comm.ddp_group, _COMM_HOOKS[strategy.comm_hook])
-        self._parameters = [parameter for _, parameter in self._layout.trained]
         self._before_last: list[tuple[torch.Tensor | None, int]] | None = None
-        self._unused: list[bool] = []
-        self._compared_unused: list[bool] = []
-        self._unused_everywhere: list[bool] = []
 
     def _bucket_cap_mb(self) -> float | None:
         if not self._rides:
@@ -101,29 +95,6 @@ class Reduction:
 
     # --- one window -------------------------------------------------------------------------------------------------
 
-    def layout_change(self, *, walk: bool = False) -> str | None:
-        """What DDP does not know of this rank's model; None: it knows all. ``walk`` also looks for new modules.
-
-        Raises:
-            UsageError: a parameter was converted or moved for good.
-        """
-        return self._layout.change() or (self._layout.growth(self.model) if walk else None)
-
-    def convert_back(self) -> None:
-        """Undo a conversion of the model, for the window in which this rank says that it fails."""
-        self._layout.convert_back()
-        self._buffers.restore()
-
-    def announce_layout(self, vote: Vote, accumulate: int) -> Tally:
-        """An empty window on the old wrap, which tells the ranks that this one's parameters have changed."""
-        self.open_window()
-        if self.votes_first:
-            return self.vote_first(vote)
-        for index in range(accumulate):
-            self.forward(lambda: None, first=index == 0, last=index == accumulate - 1)
-        self.unused()
-        return self.complete(vote)
-
     def rewrap(self) -> None:
         """Build DDP anew, on all ranks at the same boundary."""
         self.drop_gradients()
@@ -131,9 +102,7 @@ class Reduction:
         self._wrap()
 
     def open_window(self) -> None:
-        """Gradients to None, buffers remembered."""
-        self.drop_gradients()
-        self._buffers.note()
+        super().open_window()
         self._before_last = None
 
     def forward(self, run: Callable[[], T], *, last: bool, first: bool) -> T:
@@ -150,28 +119,7 @@ class Reduction:
             self._before_last = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
         return returned
 
-    def holds_gradients(self) -> bool:
-        """Whether some parameter has a gradient already."""
-        return any(parameter.grad is not None for parameter in self._parameters)
-
-    def unused(self, among: Sequence[torch.Tensor] | None = None) -> list[str]:
-        """Names of the parameters that got no gradient on this rank in this window (of those in ``among``)."""
-        self._unused = [parameter.grad is None for parameter in self._parameters]
-        if not any(self._unused):
-            return []
-        wanted = None if among is None else {id(parameter) for parameter in among}
-        return [
-            name
-            for (name, parameter), unused in zip(self._layout.trained, self._unused, strict=True)
-            if unused and (wanted is None or id(parameter) in wanted)
-        ]
-
     def complete(self, vote: Vote) -> Tally:
-        """End the reduction on this rank and return what all ranks voted.
-
-        ``unused`` must have been called before. Raises CommunicationError where the ranks' reductions do not fit
-        together.
-        """
         vote.completed, vote.unused_changed = self._completion()
         words = self._box.encode(vote)
         if self._rides:
@@ -184,13 +132,6 @@ class Reduction:
         work.wait()
         return self._box.decode((counted / self._comm.world_size).tolist())
 
-    def vote_first(self, vote: Vote) -> Tally:
-        """The vote alone, before any forward."""
-        counted = torch.tensor(self._box.encode(vote), dtype=torch.float64)
-        self._comm.start_sum(counted).wait()
-        tally = self._box.decode((counted / self._comm.world_size).tolist())
-        return tally._replace(same_log_keys=False)  # what this window logs comes after the vote
-
     def finish_voted(self, tally: Tally) -> Tally:
         """End the reduction of a window whose vote came first; only now can the tally tell which ranks completed it.
 
@@ -202,11 +143,6 @@ class Reduction:
         assert self._ballot.grad is not None
         counts = [round(average * tally.world_size) for average in self._ballot.grad.tolist()]
         return tally._replace(completed=counts[0], unused_changed=counts[1])
-
-    def _completion(self) -> tuple[bool, bool]:
-        """Whether this rank completes what its batches left out, and whether that is new since lists were compared."""
-        completed = any(self._unused)
-        return completed, completed and self._unused != self._compared_unused
 
     def explain(self, error: Exception) -> Exception:
         """What DDP raises inside a user's backward, in the user's terms; any other error as it is."""
@@ -250,44 +186,9 @@ class Reduction:
             if parameter.grad is None or (parameter.grad is gradient and gradient._version == version)
         ]
 
-    # --- after the vote ---------------------------------------------------------------------------------------------
-
-    def drop_unused_everywhere(self, tally: Tally) -> None:
-        """``grad = None`` for parameters that no rank used: a zero would still let momentum and weight decay move them.
-
-        The ranks compare their lists only when each of them completed something, and some list is new.
-        """
-        if tally.completed < tally.world_size:
-            return
-        if tally.unused_changed:
-            users = self._comm.sum_vector([not unused for unused in self._unused])
-            self._unused_everywhere = [count == 0 for count in users]
-            self._compared_unused = self._unused
-        for parameter, nowhere in zip(self._parameters, self._unused_everywhere, strict=True):
-            if nowhere:
-                parameter.grad = None
-
     def drop_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+        super().drop_gradients()
         self._ballot.grad = None
-
-    def discard(self) -> None:
-        """Leave no trace of this window on this rank."""
-        self.drop_gradients()
-        self._buffers.restore()
-
-    def restore_buffers_unless(self, keep: torch.Tensor) -> None:
-        """``restore_buffers`` where ``keep`` (a boolean on the device) is false, without asking the host."""
-        self._buffers.restore_unless(keep)
-
-    def restore_buffers(self) -> None:
-        """Buffers as they were when the window was opened."""
-        self._buffers.restore()
-
-    def share_buffers(self) -> None:
-        """Make all buffers equal to rank 0's, to evaluate and at the end: in a healthy DDP run they differ by rank."""
-        self._comm.broadcast_tensors(list(self.model.buffers()))
 
 
 def _buffer_argument(broadcast_buffers: bool) -> dict[str, Any]:

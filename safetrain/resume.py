@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from safetrain.activity import ACTIVITY
 from safetrain.audit import ReplicaAudit
 from safetrain.checkpoint import Checkpoints, Saved
+from safetrain.comm import Comm
 from safetrain.data_state import FeedState
 from safetrain.differences import differences
-from safetrain.errors import UsageError
+from safetrain.errors import CheckpointError, UsageError
 from safetrain.feed import Feed
 from safetrain.report import Reporter
 from safetrain.seeding import RankRandom
@@ -30,13 +34,14 @@ from safetrain.state import (
     SharedPart,
     Value,
 )
-from safetrain.vote_then_train import VoteThenTrain
 from safetrain.window import Window
 
 if TYPE_CHECKING:
     from safetrain.trainer import Trainer
 
 logger = logging.getLogger("safetrain")
+
+Place = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def state_of(trainer: Trainer, window: Window, feed: Feed, val_feed: Feed | None, reporter: Reporter) -> RunState:
@@ -67,9 +72,8 @@ def state_of(trainer: Trainer, window: Window, feed: Feed, val_feed: Feed | None
         "stop_wanted": Flag(lambda: trainer._stop_wanted, set_stop_wanted),
         "data": FeedState(feed, comm.rank, lambda: window.inside_epoch),
         "random": RankRandom(trainer.seed, comm.rank, comm.device),
+        "spare_batch": While(lambda: window.inside_epoch, window.order),
     }
-    if isinstance(window.order, VoteThenTrain):
-        own["spare_batch"] = While(lambda: window.inside_epoch, window.order)
     if val_feed is not None:
         own["val_data"] = FeedState(val_feed, comm.rank, lambda: False)
     return RunState(shared, own)
@@ -91,26 +95,30 @@ class While:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A run that begins where ``saved`` was taken."""
+    """A run that begins where ``saved`` was taken; ``left``: some of its tensors have not been read yet."""
 
     saved: Saved
+    left: bool = False
 
     @property
     def events(self) -> int:
         """How many events the run had told."""
         return int(self.saved.shared["report"]["events"])
 
-    def take_over(self, trainer: Trainer, state: RunState, replicas: ReplicaAudit, reporter: Reporter) -> None:
+    def take_over(
+        self, trainer: Trainer, state: RunState, replicas: ReplicaAudit, reporter: Reporter, place: Place
+    ) -> None:
         """Bring every part to where it was, and say what is not as it was.
 
         Inside an epoch its beginning is repeated: what ``on_epoch_start`` sets up is there again, what it changes in
         the state is put right, and what it tells has been told before. The replicas are compared before buffers that
-        may differ do differ.
+        may differ do differ. ``place``: where on this rank a tensor goes that was left to be read when the model is
+        there (see ``tree.join``).
 
         Raises:
             CheckpointError: naming the part that does not fit.
         """
-        saved, world_size = self.saved, trainer.comm.world_size
+        saved, world_size = self._filled(trainer.comm, place), trainer.comm.world_size
         if trainer.comm.rank == 0:
             logger.info("goes on from %s: %d steps done, epoch %d", saved.path, saved.step, saved.epoch + 1)
             changes = [
@@ -128,9 +136,26 @@ class Resumption:
         replicas.run(saved.step)
         state.load_own(saved.own, world_size)
 
+    def _filled(self, comm: Comm, place: Place) -> Saved:
+        if not self.left:
+            return self.saved
+        saved, problem = self.saved, ""
+        with ACTIVITY.within("load_checkpoint"):
+            try:
+                saved = saved.filled(place)
+            except CheckpointError as error:
+                problem = f"rank {comm.rank}: {error}"
+            if problems := list(filter(None, comm.gather(problem))):
+                raise CheckpointError("\n".join(problems))
+        return saved
 
-def find_checkpoint(checkpoints: Checkpoints | None, where: str | Path, run_dir: Path | None) -> Resumption | None:
+
+def find_checkpoint(
+    checkpoints: Checkpoints | None, where: str | Path, run_dir: Path | None, leave: Sequence[str] = ()
+) -> Resumption | None:
     """The checkpoint that the run is to go on from, the same on all ranks; None: it begins at its beginning.
+
+    ``leave``: beginnings of the names of tensors that are to be read only when the model is there.
 
     Raises:
         CheckpointError: ``where`` names one that is not there, or none of those that are there is good.
@@ -140,13 +165,13 @@ def find_checkpoint(checkpoints: Checkpoints | None, where: str | Path, run_dir:
         return None
     if checkpoints is None:
         raise UsageError(f"resume={where}: a run without a run directory has no checkpoints; give run_dir")
-    saved = checkpoints.load(where)
+    saved = checkpoints.load(where, leave) if leave else checkpoints.load(where)
     if saved is None:
         return None
     if run_dir is not None and saved.path.parent.resolve() != (run_dir / "checkpoints").resolve():
         report = {**saved.shared["report"], "events": 0}  # another run's: this one's have yet to be told
         saved = replace(saved, shared={**saved.shared, "report": report})
-    return Resumption(saved)
+    return Resumption(saved, bool(leave))
 
 
 def ranks_changed(before: int, now: int) -> list[str]:

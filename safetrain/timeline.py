@@ -202,7 +202,9 @@ def _doing(one: Rank) -> str:
 
 
 def _colour(call: Call) -> str:
-    return {"safetrain_ddp": "gradients", "safetrain_control": "control"}.get(call.about, "yours")
+    if call.about in ("safetrain_ddp", "safetrain_shard", "safetrain_replicate"):
+        return "gradients"
+    return "control" if call.about == "safetrain_control" else "yours"
 
 
 def _duration(seconds: float) -> str:

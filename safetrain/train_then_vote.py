@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Tally
@@ -21,6 +23,12 @@ class TrainThenVote:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._warned_unused: set[tuple[str, ...]] = set()
+
+    def state_dict(self) -> None:
+        """A rank without data takes part without a batch: there is none to keep for it."""
+
+    def load_state_dicts(self, states: Sequence[Any], world_size: int) -> None:
+        """Of a run that voted first."""
 
     def collect(self, step: int, applied_steps: int, share: Share, phase: str | None) -> Tally:
         """Run the window's micro-batches on this rank and return what all ranks voted."""

@@ -31,7 +31,7 @@ from safetrain.policies import Policies
 from safetrain.precision import FP32, Precision
 from safetrain.preemption import LeaveRequest, SharedRequest, leave_request
 from safetrain.report import Result
-from safetrain.strategy import DDPStrategy
+from safetrain.strategy import DDPStrategy, Strategy
 from safetrain.verdict import put_away
 from safetrain.watchdog import watch
 
@@ -79,7 +79,7 @@ class Trainer:
         loop: Loop | None = None,
         loader: Loader | None = None,
         precision: Precision | None = None,
-        strategy: DDPStrategy | None = None,
+        strategy: Strategy | None = None,
         policies: Policies | None = None,
         watchdog: Watchdog | None = None,
         audit: Audit | None = None,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from safetrain.errors import UsageError
+from safetrain.pieces import Piece, is_shard
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _SEQUENCES = (list, tuple, set, frozenset)
@@ -38,32 +39,50 @@ def rebuild(tree: Any, of_tensor: Callable[[str, torch.Tensor], torch.Tensor], n
     return _plain(tree, name)
 
 
-def split(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """``tree`` with an empty tensor on the meta device in place of each tensor, and the tensors by name.
+def split(tree: Any) -> tuple[Any, dict[str, Piece]]:
+    """``tree`` with an empty tensor on the meta device in place of each tensor, and what this rank has of each.
 
     The name is the path with dots between (``model.0.weight``).
     """
-    tensors: dict[str, torch.Tensor] = {}
+    pieces: dict[str, Piece] = {}
 
     def set_aside(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        tensors[_unique(name, tensors)] = tensor
+        pieces[_unique(name, pieces)] = Piece.of(tensor, name)
+        if is_shard(tensor):
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return torch.empty_like(tensor, device="meta")
 
-    return rebuild(tree, set_aside), tensors
+    return rebuild(tree, set_aside), pieces
 
 
-def join(structure: Any, fill: Callable[[dict[str, torch.Tensor]], None], prefix: str = "") -> Any:
-    """The tree whose ``structure`` came from ``split``, with new tensors on the CPU that ``fill`` fills by name: those
-    whose names begin with ``prefix``. The others stay empty."""
-    tensors: dict[str, torch.Tensor] = {}
+def on_cpu(_name: str, empty: torch.Tensor) -> torch.Tensor:
+    """New memory for the whole of a tensor."""
+    return torch.empty_like(empty, device="cpu")
 
-    def allocate(name: str, shape: torch.Tensor) -> torch.Tensor:
-        tensor = torch.empty_like(shape, device="cpu") if name.startswith(prefix) else shape
-        tensors[_unique(name, tensors)] = tensor
+
+def join(
+    structure: Any,
+    fill: Callable[[dict[str, Piece]], None],
+    place: Callable[[str, torch.Tensor], torch.Tensor] = on_cpu,
+) -> Any:
+    """The tree whose ``structure`` came from ``split``, with new tensors that ``fill`` fills by name.
+
+    ``place`` gives the tensor, or this rank's shard of it, for a name and an empty one of its kind; or that empty one,
+    which then stays empty.
+    """
+    pieces: dict[str, Piece] = {}
+    taken: set[str] = set()
+
+    def allocate(name: str, found: torch.Tensor) -> torch.Tensor:
+        name = _unique(name, taken)
+        taken.add(name)
+        tensor = place(name, found) if found.is_meta else found
+        if found.is_meta and not tensor.is_meta:
+            pieces[name] = Piece.of(tensor, name)
         return tensor
 
     tree = rebuild(structure, allocate)
-    fill({name: tensor for name, tensor in tensors.items() if not tensor.is_meta})
+    fill(pieces)
     return tree
 
 
@@ -82,6 +101,8 @@ def _below(name: str, key: object) -> str:
 
 def _strided(tensor: torch.Tensor, name: str) -> torch.Tensor:
     bare = tensor.detach()
+    if is_shard(bare):
+        return bare
     if type(bare) is not torch.Tensor or bare.layout is not torch.strided or bare.is_quantized:
         kind = type(bare).__name__ if type(bare) is not torch.Tensor else f"tensor of layout {bare.layout}"
         raise UsageError(f"a checkpoint can't hold {name}: it is a {kind}. Save it as dense, whole tensors.")

@@ -1,4 +1,4 @@
-"""The order of a window where forward communicates (SyncBatchNorm, a static graph): the vote comes before any forward.
+"""The order of a window where forward communicates (FSDP, SyncBatchNorm, a static graph): the vote comes first.
 
 Fewer policies hold here. What to leave out is decided by ``accept_batch``; a rank without data runs its last good batch
 with weight 0, only to take part; an exception, out of memory or ``None`` in forward or backward ends the job.
@@ -15,7 +15,7 @@ from safetrain.activity import ACTIVITY
 from safetrain.ballot import Outcome, Tally
 from safetrain.batches import move
 from safetrain.contain import OWN_BACKWARD, Loss, Share, place_of
-from safetrain.errors import UsageError
+from safetrain.errors import RankFailed, UsageError
 from safetrain.feed import Fetched
 from safetrain.parts import Parts
 from safetrain.work import Work
@@ -97,7 +97,10 @@ class VoteThenTrain:
             raise parts.failed(step, OWN_BACKWARD, "training_step", share.at_hand)
         loss = Loss(value, weight)
         ACTIVITY.enter("backward")
-        parts.backward(loss, phase)
+        try:
+            parts.backward(loss, phase)
+        except Exception as error:
+            raise self._broken(step, error, "backward", share.at_hand) from error
         if weight:
             share.log(loss)
 
@@ -107,8 +110,7 @@ class VoteThenTrain:
         try:
             returned = self._parts.training_step(batch, weight)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error} at {place_of(error)}"
-            raise self._parts.failed(step, reason, "training_step", work) from error
+            raise self._broken(step, error, "training_step", work) from error
         loss = returned if isinstance(returned, Loss) else Loss(returned)
         if not isinstance(loss.value, torch.Tensor) or not loss.value.requires_grad:
             reason = (
@@ -119,3 +121,9 @@ class VoteThenTrain:
             reason = f"the loss has weight {int(loss.weight)}, but batch_weight(batch) voted {weight} before"
             raise self._parts.failed(step, reason, "training_step", work)
         return loss.value
+
+    def _broken(self, step: int, error: Exception, phase: str, work: Work | None) -> RankFailed:
+        """The end of this rank; the others, inside of the collectives that it leaves, end with it."""
+        explained = self._parts.reduction.explain(error)
+        reason = f"{type(explained).__name__}: {explained} at {place_of(error)}"
+        return self._parts.failed(step, reason, phase, work)

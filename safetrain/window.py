@@ -180,7 +180,7 @@ class Window:
         optimizers = list(parts.optimizers.values()) if phase is None else [parts.optimizers[phase]]
         factor = parts.comm.world_size * parts.nominal_weight * parts.accumulate / tally.weight
         self._under_way = "its step"
-        applied = parts.precision.step(optimizers, self._clip, factor)
+        applied = parts.precision.step(optimizers, self._clip, factor, parts.reduction.total_norm)
         self._open = Stepped(step, share, phase, applied)
         if parts.precision.skips_on_device(optimizers):
             parts.reduction.restore_buffers_unless(applied.finite_on_device)

@@ -9,8 +9,11 @@ _NAMED = 8
 _GROUPS = {
     "default_pg": "the default group",
     "safetrain_ddp": "the gradients",
+    "safetrain_shard": "the gradients",
+    "safetrain_replicate": "the gradients",
     "safetrain_control": "safetrain's own agreement",
 }
+_OF_SHARDS = ("safetrain_ddp", "safetrain_shard")
 _NUMBERS = {"Float": "floats", "Double": "doubles", "Long": "int64 numbers", "Half": "fp16 numbers"}
 
 
@@ -47,6 +50,8 @@ def names_in_words(names: Sequence[str]) -> str:
 
 def group_in_words(call: Call) -> str:
     """``the gradients``, ``group mine``."""
+    if call.about in _OF_SHARDS and call.op.startswith("all_gather"):  # gradients are never gathered
+        return "the model's shards"
     return _GROUPS.get(call.about, f"group {call.about if call.about not in ('', 'undefined') else call.group}")
 
 

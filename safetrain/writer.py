@@ -1,7 +1,7 @@
 """The thread that writes checkpoints beside training, and how those of all ranks meet: on the store, in no collective.
 
-Rank 0's leads: it makes the folder and says which, writes what all ranks share, hears from each rank how its own file
-fared, commits, and tells all how it ended. So every rank counts the same successes and failures.
+Rank 0's leads: it makes the folder and says which, hears from each rank how its own files fared and what is in them,
+writes what all ranks share, commits, and tells all how it ended. So every rank counts the same successes and failures.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from safetrain import __version__, archive
 from safetrain.durable import sync
 from safetrain.errors import CheckpointError
 from safetrain.manifest import Manifest, Seal
+from safetrain.pieces import Piece
 from safetrain.rank_log import LOG_ONLY
 from safetrain.shelf import Shelf
 
@@ -48,7 +49,8 @@ class Job:
     """One rank's part of one checkpoint; nothing in it may change any more.
 
     Attributes:
-        structure, tensors: what all ranks share (see tree.split); empty but on rank 0, which writes it.
+        structure, pieces: what all ranks share (see tree.split). Rank 0 writes the structure; of tensors that lie on
+            several ranks each writes its piece.
         last: the ranks leave after it, and none may be gone before all know how it ended.
         unable: why this rank has no part to write; empty if it has.
     """
@@ -58,7 +60,7 @@ class Job:
     metric: float | None
     config_text: str
     structure: Any
-    tensors: Mapping[str, torch.Tensor]
+    pieces: Mapping[str, Piece]
     own: Mapping[str, Any]
     last: bool = False
     unable: str = ""
@@ -132,12 +134,13 @@ class Writer:
                 raise CheckpointError(job.unable)
             draft = self._shelf.begin(job.step)
             self._say("draft", {"name": draft.name})
-            files = archive.write_shared(draft, job.structure, job.tensors)
-            files.append(archive.write_own(draft, 0, job.own))
-            seals = {file.name: _sealed(file) for file in files}
+            seals, index = self._write_mine(draft, job)
+            indexes = [index]
             for rank in range(1, self._world_size):
                 heard = self._hear(f"rank_{rank}", deadline, f"rank {rank} has not written its part in time")
-                seals[archive.own_file(draft, rank).name] = Seal(**heard)
+                seals |= {name: Seal(**seal) for name, seal in heard["seals"].items()}
+                indexes.append(heard["index"])
+            seals |= _sealed(archive.write_shared(draft, job.structure, indexes))
             if time.monotonic() > deadline:  # the others will have given up by the time it is there
                 raise CheckpointError(f"it has not been written within {self._limit}")
             self._forget()
@@ -164,14 +167,20 @@ class Writer:
             try:
                 if job.unable:
                     raise CheckpointError(job.unable)
-                file = archive.write_own(draft, self._rank, job.own)
-                self._say(f"rank_{self._rank}", asdict(_sealed(file)))
+                seals, index = self._write_mine(draft, job)
+                facts = {"seals": {name: asdict(seal) for name, seal in seals.items()}, "index": index}
+                self._say(f"rank_{self._rank}", facts)
             except Exception as error:  # noqa: BLE001  whatever it is, rank 0 waits for it
                 self._say(f"rank_{self._rank}", {"error": self._in_words(error, draft)})
             return Outcome(job.step, **self._await("done", deadline, "rank 0 has not finished in time"))
         finally:
             if job.last:
                 self._say(f"heard_{self._rank}", {})
+
+    def _write_mine(self, draft: Path, job: Job) -> tuple[dict[str, Seal], str]:
+        """This rank's files, sealed and on the disk; and what is where in them."""
+        files, index = archive.write_pieces(draft, self._rank, job.pieces)
+        return _sealed([*files, archive.write_own(draft, self._rank, job.own)]), index
 
     def _manifest(self, job: Job, seals: dict[str, Seal]) -> Manifest:
         return Manifest(
@@ -227,7 +236,8 @@ class Writer:
         return text
 
 
-def _sealed(file: Path) -> Seal:
-    seal = Seal.of(file)
-    sync(file)
-    return seal
+def _sealed(files: Sequence[Path]) -> dict[str, Seal]:
+    seals = {file.name: Seal.of(file) for file in files}
+    for file in files:
+        sync(file)
+    return seals

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
-from safetrain import tree
+from safetrain import archive, tree
 from safetrain.shelf import Keep, Shelf
 from safetrain.snapshot import Snapshot
 from safetrain.writer import Job, Writer
@@ -64,14 +64,21 @@ def checkpoint_at(
     metric: float | None = None,
 ) -> Path:
     """Write a checkpoint of one rank, in this thread."""
-    structure, tensors = tree.split(shared_state(step) if shared is None else shared)
-    job = Job(step, step // 10, metric, f"name: step {step}\n", structure, tensors, own_state(step, 0))
+    structure, pieces = tree.split(shared_state(step) if shared is None else shared)
+    job = Job(step, step // 10, metric, f"name: step {step}\n", structure, pieces, own_state(step, 0))
     writer = Writer(Shelf(folder, keep), HashStore(), 0, 1, timeout_s=60)
     writer.start(job)
     outcome = writer.wait(60)
     assert outcome is not None
     assert not outcome.error, outcome.error
     return Path(outcome.path)
+
+
+def write_state(folder: Path, state: Any) -> None:
+    """What all ranks share, written by one."""
+    structure, pieces = tree.split(state)
+    _, index = archive.write_pieces(folder, 0, pieces)
+    archive.write_shared(folder, structure, [index])
 
 
 def assert_equal(one: Any, other: Any, where: str = "state") -> None:

@@ -21,7 +21,7 @@ YAML = sorted((ROOT / "configs").rglob("*.yaml"))
 _LONGEST_FILE, _LONGEST_FIT = 300, 60
 _MAY_IMPORT_DISTRIBUTED = {
     "agent.py", "collectives.py", "comm.py", "faults.py", "flight_recorder.py", "handover.py", "joining.py",
-    "launch.py", "reduction.py", "script_groups.py", "sections.py", "tensor_files.py",
+    "launch.py", "reduction.py", "script_groups.py", "sections.py", "sharding.py", "tensor_files.py",
 }  # fmt: skip
 _MAY_IMPORT_DDP = {"reduction.py"}
 _NEEDS_NO_COMMENT = re.compile(r"^\s*(- |_target_|_partial_|defaults:|\w+: \$\{[\w.]+\}$)")  # the last: explained there
@@ -50,6 +50,7 @@ def test_the_public_names() -> None:
         "DDPStrategy",
         "DataError",
         "Event",
+        "FSDPStrategy",
         "Loader",
         "Loop",
         "Loss",
@@ -64,6 +65,7 @@ def test_the_public_names() -> None:
         "Result",
         "RunInfo",
         "SafetrainError",
+        "SingleStrategy",
         "SkipBatch",
         "Trainer",
         "TrainingStopped",

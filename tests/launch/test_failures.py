@@ -47,6 +47,14 @@ def test_an_exception_is_told_once_with_its_line(project: Project, ranks: int, o
     assert f"logs/rank_{on}.log" in text
 
 
+def test_a_sharded_model_whose_others_are_inside_its_forward(project: Project) -> None:
+    """They gather parameters and wait for rank 1; nothing can end that for them but the end of the job."""
+    text = fail(project, "error", 2, 1, "strategy=fsdp")
+    assert re.match(r"Training failed on rank 1 at step 1 in training_step \(\S+, process \d+\)\.\n", text)
+    assert "ValueError: bad label 12" in text
+    assert others(2, 1) in text
+
+
 @pytest.mark.parametrize(("ranks", "on"), CASES)
 def test_a_killed_rank_is_the_culprit_not_those_that_miss_it(project: Project, ranks: int, on: int) -> None:  # H35
     text = fail(project, "die", ranks, on)

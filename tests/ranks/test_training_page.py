@@ -148,9 +148,11 @@ def test_every_block_is_tried_here() -> None:
     assert {name: len(texts) for name, texts in PYTHON.items()} == {
         "Start": 1, "A DataLoader": 1, "Your own batches": 1, "Leaving a batch out": 1, "Iterable datasets": 1,
         "Weights": 1, "Accumulation and clipping": 1, "bf16 and fp16": 1, "Several optimizers": 2, "Schedulers": 2,
-        "Freezing": 1, "Metrics": 1, "Stopping early": 1, "Seeds": 1,
+        "Freezing": 1, "Metrics": 1, "Stopping early": 1, "Seeds": 1, "Larger models": 1,
     }  # fmt: skip
-    assert {name: len(texts) for name, texts in blocks("yaml").items()} == {"A DataLoader": 1, "Several optimizers": 1}
+    assert {name: len(texts) for name, texts in blocks("yaml").items()} == {
+        "A DataLoader": 1, "Several optimizers": 1, "Larger models": 1,
+    }  # fmt: skip
 
 
 def test_a_dataloader_whose_samples_are_all_used_once() -> None:
@@ -551,3 +553,18 @@ def test_data_of_different_sizes_end_the_job() -> None:
     for text in run_ranks(work, 2):
         assert "64" in text
         assert "65" in text
+
+
+def test_a_sharded_model_learns_what_ddp_and_one_process_learn() -> None:
+    sharded, ddp = train("Larger models"), train("Larger models", strategy=safetrain.DDPStrategy())
+    assert sharded[0].result.metrics == pytest.approx(ddp[0].result.metrics, rel=1e-5)
+    assert_close(sharded[1].state, ddp[1].state, 1e-5)
+
+
+def test_the_yaml_of_a_sharded_model_trains() -> None:
+    (text,) = blocks("yaml")["Larger models"]
+    given = yaml.safe_load(text)["strategy"]
+    shipped = yaml.safe_load((ROOT / "configs/strategy/fsdp.yaml").read_text())
+    assert set(given) < set(shipped)
+    for run in train("Larger models", strategy=instantiate(shipped | given)):
+        assert all(value.dtype == torch.float32 for value in run.state.values())

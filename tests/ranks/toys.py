@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import safetrain
+from safetrain.pieces import is_shard
 
 FEATURES, CLASSES = 8, 4
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -28,6 +29,31 @@ def mlp(*, norm: bool = False) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(FEATURES, 16), *middle, nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, CLASSES)
     )
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 24), nn.Linear(24, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Two blocks; the same weights at every call. Widths that do not divide by the ranks."""
+
+    def __init__(self, width: int = 14) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.blocks = nn.Linear(FEATURES, width), nn.ModuleList([Block(width), Block(width)])
+        self.outside = nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inside(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outside(x)
 
 
 def samples(count: int, seed: int = 1) -> Batch:
@@ -86,8 +112,9 @@ def ready(batches: Dataset[Any]) -> torch.utils.data.DataLoader[Any]:
 
 
 def state(trainer: safetrain.Trainer) -> dict[str, torch.Tensor]:
-    """Weights and buffers, detached."""
-    return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    """Weights and buffers, detached; gathered where each rank has a shard."""
+    tensors = {name: value.detach() for name, value in trainer.model.state_dict().items()}
+    return {n: (t.full_tensor() if is_shard(t) else t).clone() for n, t in tensors.items()}
 
 
 def assert_same(states: Sequence[dict[str, torch.Tensor]]) -> None:

@@ -51,7 +51,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             "recipe=mien: no such choice. Did you mean mine? Allowed: finetune_ddp, gan_ddp, gpt_ddp, mine, ",
         ),
         (["loop.epochs=3"], "recipe is missing: say recipe=NAME. Allowed: finetune_ddp, gan_ddp, "),
-        (["recipe=mine", "strategy=dpp"], "strategy=dpp: no such choice. Did you mean ddp? Allowed: ddp."),
+        (
+            ["recipe=mine", "strategy=dpp"],
+            "strategy=dpp: no such choice. Did you mean ddp? Allowed: ddp, fsdp, single.",
+        ),
         (
             ["recipe=mine", "policy/skip=al"],
             "policy/skip=al: no such choice. Did you mean all? Allowed: all, any, partial.",
@@ -91,6 +94,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["recipe=mine", "--resolve"], "--resolve says how to print a config, and goes with --cfg job or --help"),
         (["recipe=mine", "strategy.bucket_cap_mb=0"], "strategy.bucket_cap_mb=0"),
         (["recipe=mine", "strategy.comm_hook=fp8"], "strategy.comm_hook='fp8'"),
+        (
+            ["recipe=mine", "strategy=fspd"],
+            "strategy=fspd: no such choice. Did you mean fsdp? Allowed: ddp, fsdp, single.",
+        ),
+        (["recipe=mine", "strategy=fsdp", "strategy.shard=Block"], "strategy.shard='Block': must be null or a list of"),
+        (["recipe=mine", "strategy=fsdp", "strategy.param_dtype=fp8"], "allowed are null, fp32, bf16, fp16"),
+        (
+            ["recipe=mine", "strategy=fsdp", "strategy.replicas=3", "launch.nproc_per_node=4", "device=cpu"],
+            "strategy.replicas=3: 4 ranks can't be divided into that many equal groups. Allowed here: 1, 2, 4.",
+        ),
+        (
+            ["recipe=mine", "strategy=single", "launch.nproc_per_node=2", "device=cpu"],
+            "strategy=single is for one rank, and 2 are asked for: set launch.nproc_per_node=1 launch.nnodes=1, or",
+        ),
         (["recipe=mine", "policy.skip.max_consecutive=-1"], "policy.skip: max_consecutive=-1"),
         (["recipe=mine", "+model.widht=3"], "model.widht: torch.nn.Linear takes no such argument."),
         (["recipe=mine", "~model.in_features"], "model: torch.nn.Linear can't be called with what the config gives it"),

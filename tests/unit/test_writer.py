@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed import HashStore
 
 from safetrain import tree, writer
@@ -15,10 +14,9 @@ from tests.states import own_state, shared_state
 
 
 def job(step: int, rank: int) -> Job:
-    structure, tensors = tree.split(shared_state(step))
-    if rank != 0:
-        structure, tensors = None, dict[str, torch.Tensor]()
-    return Job(step, 0, None, "", structure, tensors, own_state(step, rank))
+    structure, pieces = tree.split(shared_state(step))
+    mine = {name: piece for name, piece in pieces.items() if piece.written_by(rank)}
+    return Job(step, 0, None, "", structure, mine, own_state(step, rank))
 
 
 def two_writers(folder: Path, store: HashStore, timeout_s: float = 30) -> list[Writer]:
