@@ -22,6 +22,7 @@ from safetrain.config import Checkpoint
 from safetrain.errors import ConfigError, UsageError
 from safetrain.medians import interval_of_median
 from safetrain.observer import Event, RunInfo
+from safetrain.overlap import Overlap, TimedDDP, TimedReduction, in_words
 from safetrain.strategy import DDPStrategy
 from safetrain.trainer import Trainer
 from safetrain.tune_config import Tune
@@ -105,8 +106,10 @@ def together(strategy: DDPStrategy, chosen: Sequence[DDPStrategy]) -> DDPStrateg
     return replace(strategy, **changed)
 
 
-def tune(trainer: Trainer, options: Tune) -> list[Tried]:
+def tune(trainer: Trainer, options: Tune) -> tuple[list[Tried], dict[str, Overlap]]:
     """Try them all; the first is the configured one. The same on every rank.
+
+    Returns also what backward hides of the all-reduces, on this rank, as configured and in the fastest way.
 
     Raises:
         ConfigError: the strategy is not DDP's.
@@ -124,8 +127,16 @@ def tune(trainer: Trainer, options: Tune) -> list[Tried]:
     faster = best_of_each_key([one for one in tried if one.is_faster])
     if len(faster) > 1:
         both = together(configured, [singles[keys] for keys in faster])
+        singles[" ".join(faster)] = both
         tried += turns.rounds(configured, {" ".join(faster): both})[1:]
-    return tried
+    looked_at = {"": configured, **{one.keys: singles[one.keys] for one in fastest(tried)}}
+    return tried, {keys: turns.overlap(strategy) for keys, strategy in looked_at.items()}
+
+
+def fastest(tried: Sequence[Tried]) -> list[Tried]:
+    """The one that is, or none where all differences may be chance."""
+    faster = [one for one in tried if one.is_faster]
+    return [min(faster, key=lambda one: one.ratio)] if faster else []
 
 
 def best_of_each_key(tried: Sequence[Tried]) -> list[str]:
@@ -178,6 +189,20 @@ class Turns:
         step_s = (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 else math.nan
         return statistics.mean(self._trainer.comm.gather(step_s))
 
+    def overlap(self, strategy: DDPStrategy) -> Overlap:
+        """Of one more turn."""
+        timed = TimedDDP(**{**vars(strategy), "comm_hook": None, "static_graph": False})
+        self.take(timed)
+        reduction = self._trainer._run.reduction
+        assert isinstance(reduction, TimedReduction)
+        return reduction.times.overlap(self._options.warmup_steps)
+
+
+def report(tried: Sequence[Tried], overlaps: Mapping[str, Overlap]) -> str:
+    """The whole of what the command prints."""
+    looked_at = [f"{keys or AS_CONFIGURED.capitalize()}, on rank 0:\n{in_words(overlaps[keys])}" for keys in overlaps]
+    return "\n\n".join([table(tried), *looked_at])
+
 
 def table(tried: Sequence[Tried]) -> str:
     """A line for each way, and the best line of config."""
@@ -196,10 +221,8 @@ def table(tried: Sequence[Tried]) -> str:
 
 
 def _best(tried: Sequence[Tried]) -> str:
-    faster = [one for one in tried if one.is_faster]
-    if not faster:
-        return "Nothing is faster than as configured, beyond what chance may do in so few steps: leave it."
-    best = min(faster, key=lambda one: one.ratio)
-    by = f"{1 - best.ratio:.0%}".replace("%", " %")
-    rounded = "Gradients are then rounded on the wire: look whether it still learns as well."
-    return f"Fastest, by {by}:  {best.keys}" + (f"\n{rounded}" if "comm_hook" in best.keys else "")
+    for best in fastest(tried):
+        by = f"{1 - best.ratio:.0%}".replace("%", " %")
+        rounded = "Gradients are then rounded on the wire: look whether it still learns as well."
+        return f"Fastest, by {by}:  {best.keys}" + (f"\n{rounded}" if "comm_hook" in best.keys else "")
+    return "Nothing is faster than as configured, beyond what chance may do in so few steps: leave it."

@@ -39,8 +39,7 @@ from safetrain.retelling import retold, spread
 from safetrain.seeding import seed_generators
 from safetrain.trainer import Trainer
 from safetrain.tune_config import TUNE, Tune
-from safetrain.tuning import table as table_of_ways
-from safetrain.tuning import tune
+from safetrain.tuning import report, tune
 from safetrain.watchdog import watch
 
 _VERDICT_LIMIT_S = 4.0  # a victim's longest wait for what another machine tells
@@ -111,9 +110,9 @@ def _look(config: Config, comm: Comm, *, whole_job: bool) -> Result:
 def _try_out(config: Config, comm: Comm, options: Tune) -> Result:
     """Ways to reduce gradients; rank 0 prints the table."""
     checkup.check_machine(checkup.here_of_config(config, comm))
-    tried = tune(build(config), options)
+    found = tune(build(config), options)
     if comm.rank == 0:
-        print(table_of_ways(tried))
+        print(report(*found))
     return Result(step=0, epoch=0, applied_steps=0)
 
 

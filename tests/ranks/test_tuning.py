@@ -11,10 +11,12 @@ import torch.nn.functional as F
 
 import safetrain
 from safetrain.comm import Comm
-from safetrain.testing import run_ranks
+from safetrain.overlap import Overlap, TimedDDP, TimedReduction
+from safetrain.strategy import DDPStrategy
+from safetrain.testing import differences, run_ranks
 from safetrain.tune_config import Tune
 from safetrain.tuning import Tried, tune
-from tests.ranks.toys import dataset, mlp, momentum_sgd
+from tests.ranks.toys import CLASSES, FEATURES, dataset, mlp, momentum_sgd, state
 
 OPTIONS = Tune(steps=2, warmup_steps=2, rounds=6)
 
@@ -37,17 +39,17 @@ class Counting(safetrain.Trainer):
         return F.cross_entropy(self.model(samples), labels)
 
 
-def _tune(comm: Comm, accumulate: int) -> tuple[list[Tried], Counter[str]]:
+def _tune(comm: Comm, accumulate: int) -> tuple[list[Tried], dict[str, Overlap], Counter[str]]:
     trainer = Counting(
         mlp(), dataset(48), optimizer=momentum_sgd, loader=safetrain.Loader(batch_size=2),
         loop=safetrain.Loop(accumulate=accumulate, epochs=3), device="cpu",
     )  # fmt: skip
-    return tune(trainer, OPTIONS), trainer.counted
+    return *tune(trainer, OPTIONS), trainer.counted
 
 
 @pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (4, 3)])
 def test_every_way_takes_its_turns_on_every_rank(ranks: int, accumulate: int) -> None:
-    for tried, counted in run_ranks(_tune, ranks, accumulate, timeout_s=100):
+    for tried, overlaps, counted in run_ranks(_tune, ranks, accumulate, timeout_s=100):
         singles = [one for one in tried if " " not in one.keys]
         assert [one.keys for one in singles] == [
             "", "strategy.gradient_as_bucket_view=false", "strategy.static_graph=true", "strategy.comm_hook=fp16",
@@ -58,4 +60,48 @@ def test_every_way_takes_its_turns_on_every_rank(ranks: int, accumulate: int) ->
         steps_with_hook = counted["fp16"] / accumulate / 4
         assert counted["data sets"] == 1
         assert steps_with_hook >= 6
-        assert steps_with_hook + counted["None"] / accumulate / 4 == turns + 6, "4 steps a turn, no more"
+        assert next(iter(overlaps)) == ""
+        assert len(overlaps[""].buckets) == 1
+        turns += 6 + len(overlaps)
+        assert steps_with_hook + counted["None"] / accumulate / 4 == turns, "4 steps a turn, no more"
+
+
+class Wide(safetrain.Trainer):
+    """Three buckets of DDP: a layer of 600 x 600 has 1.4 MiB."""
+
+    def build_model(self) -> Any:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(600, 600) for _ in range(3)]
+        return torch.nn.Sequential(torch.nn.Linear(FEATURES, 600), *layers, torch.nn.Linear(600, CLASSES))
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        samples, labels = batch
+        return F.cross_entropy(self.model(samples), labels)
+
+
+def _look(comm: Comm) -> tuple[Overlap, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    ends = []
+    for strategy in (DDPStrategy(bucket_cap_mb=1), TimedDDP(bucket_cap_mb=1)):
+        trainer = Wide(
+            train_data=dataset(32), optimizer=momentum_sgd, strategy=strategy, device="cpu",
+            loader=safetrain.Loader(batch_size=2),
+        )  # fmt: skip
+        trainer.fit()
+        ends.append(state(trainer))
+    reduction = trainer._run.reduction
+    assert isinstance(reduction, TimedReduction)
+    return reduction.times.overlap(first=2), *ends
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_bucket_is_looked_at_and_nothing_else_changes(ranks: int) -> None:
+    found = run_ranks(_look, ranks)
+    for overlap, plain, timed in (found[0], found[-1]):
+        sizes = [one.size_bytes for one in overlap.buckets]
+        with_ballot = sum(value.nbytes for value in plain.values())
+        assert len(sizes) >= 3
+        assert 0 < sum(sizes) - with_ballot < 200, "all gradients, and the ballot"
+        assert all(one.reduce_s > 0 and 0 <= one.hidden <= 1 for one in overlap.buckets)
+        assert overlap.buckets[-1].exposed_s > 0, "the last one ends after backward: the ballot is in it"
+        assert overlap.exposed_s > 0
+        assert differences(timed, plain) == []
