@@ -17,6 +17,7 @@ from safetrain.testing import run_ranks
 from tests.ranks.toys import momentum_sgd
 
 SLOW_S = 0.08
+EVEN_S = 0.01
 
 
 class Events:
@@ -95,3 +96,33 @@ def test_h108_a_slow_rank_is_named_with_the_part_that_is_slow(
         for metrics in means:
             assert metrics[f"time/{part}_ms"] > 1000 * SLOW_S / world_size
             assert metrics["time/communication_ms"] > 0
+
+
+class Even(safetrain.Trainer):
+    def training_step(self, batch: Any) -> Any:
+        time.sleep(EVEN_S)
+        return self.model(batch).square().mean()
+
+
+def in_short_epochs(_comm: Comm) -> list[Event]:
+    events = Events()
+    Even(
+        nn.Linear(4, 2),
+        Numbers(slow=False),
+        optimizer=momentum_sgd,
+        loop=safetrain.Loop(epochs=3, log_every_steps=3),
+        loader=safetrain.Loader(batch_size=16),
+        observers=[events],
+    ).fit()
+    return events.told
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_interval_in_which_an_epoch_begins_has_the_time_of_its_own_steps(world_size: int) -> None:
+    """The clock begins anew with an epoch, so such an interval has fewer steps than a line of the log."""
+    for events in run_ranks(in_short_epochs, world_size):
+        forward_ms = [event.metrics["time/forward_ms"] for event in events if event.kind == "train"]
+        assert len(forward_ms) == 8 // world_size  # 128 samples, 16 a rank and step, 3 epochs, 3 steps a line
+        assert min(forward_ms) >= 1000 * EVEN_S, forward_ms
+        said = next(event.text for event in events if event.text.startswith("a step took "))
+        assert float(said.split()[3]) >= 1000 * EVEN_S
