@@ -171,14 +171,17 @@ class Reporter:
             if isinstance(error, Preempted):
                 event = replace(event, kind="preempted", text="saved" if error.saved else "not saved")
             try:
-                self._tell(event)
-                self._close()
+                try:
+                    self._tell(event)
+                finally:
+                    self.close()
             except Exception as second:  # noqa: BLE001  the first error is the one that people look for
                 error.add_note(f"Then an observer failed as well: {type(second).__name__}: {second}")
             raise
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """The run is over, or never began; whatever an observer does, nothing listens to the loop any more."""
         self._phases.close()
         self._meter.close()
         for observer in self._observers:
