@@ -9,13 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from safetrain.activity import Activity
+from safetrain.config import Watchdog
 from safetrain.errors import UsageError
-from safetrain.flight_recorder import Collective
+from safetrain.flight_recorder import Collective, issued_count
 from safetrain.guard import main
 from safetrain.guard_options import GuardOptions, parse
 from safetrain.guard_preflight import findings
 from safetrain.guarded import before, judge, warnings
+from safetrain.patience import Patience
 from safetrain.run_script import run_script, without_our_frames
 from safetrain.stacks import Frame, user_frame
 from safetrain.stillness import Stillness
@@ -173,6 +178,37 @@ def test_progress_begins_anew() -> None:
     for n in range(100, 104):
         found.look(float(n), 90.0, 0)
     assert not found.is_busy
+
+
+@pytest.fixture
+def uncounted_group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("uncounted_group")
+def test_a_group_whose_backend_does_not_count_shows_no_progress() -> None:
+    """It must not end the watchdog's threads."""
+    assert issued_count() == 0
+
+
+_IMPORT = Frame("<frozen importlib._bootstrap>", 1, "_find_and_load")
+_IN_TORCH = Frame(str(Path(dist.__file__).parent / "distributed_c10d.py"), 1, "all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("stack", "waits"),
+    [
+        ((_IMPORT, Frame(__file__, 1, "<module>"), _IN_TORCH), True),  # a script that trains while it is imported
+        ((Frame(__file__, 1, "train"), _IN_TORCH, _IMPORT, _IN_TORCH), False),  # a late import of torch's own
+    ],
+)
+def test_who_imports_does_not_wait(stack: tuple[Frame, ...], waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.testimony.stack_of", lambda _: stack)
+    patience = Patience(Watchdog(stall_s=1.0, first_step_stall_s=1.0), Activity())
+    patience.seconds = 2.0
+    assert Said.full(0, patience, 0, ()).state == ("waiting" if waits else "stuck")
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
