@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from safetrain.activity import Activity
 from safetrain.config import Watchdog
-from safetrain.errors import UsageError
+from safetrain.errors import UsageError, together
 from safetrain.flight_recorder import Collective, issued_count
 from safetrain.guard import main
 from safetrain.guard_options import GuardOptions, parse
@@ -76,6 +76,33 @@ def test_what_cannot_be_right(
     monkeypatch.setenv("RANK", "1")
     assert main(arguments) == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"),
+                        ("MASTER_ADDR", "node1"), ("MASTER_PORT", "29500")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("safetrain.flight_recorder.switch_on", lambda: None)
+
+
+@pytest.mark.usefixtures("second_of_two")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (UsageError("rank 1 found nobody"), "safetrain.guard: rank 1 found nobody\n"),
+        (together(UsageError("rank 3 is missing")), ""),  # rank 0 says it
+    ],
+)
+def test_a_rank_that_met_nobody_says_so_itself(
+    script: str, error: UsageError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def meet(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("safetrain.joining.meet", meet)
+    assert main([script]) == 2
+    assert capsys.readouterr().err == said
 
 
 def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
