@@ -18,6 +18,7 @@ from safetrain.errors import UsageError, together
 from safetrain.flight_recorder import Collective, issued_count
 from safetrain.guard import main
 from safetrain.guard_options import GuardOptions, parse
+from safetrain.guard_preflight import facts as seen_here
 from safetrain.guard_preflight import findings
 from safetrain.guarded import before, judge, warnings
 from safetrain.patience import Patience
@@ -358,6 +359,16 @@ def test_another_librarys_trainer_is_no_end_of_the_users_frames() -> None:
 
 
 # --- the ranks, compared ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", ["--local-rank={}", "--local_rank {}", "--rank {}", "--node_rank={} --lr 3"])
+def test_a_script_that_is_told_its_rank_is_alike_on_all(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for number in range(2):
+        monkeypatch.setattr(sys, "argv", ["train.py", *told.format(number).split(), "--ranking", "7"])
+        said.append(seen_here(None, "gloo")["script"])
+    assert said[0] == said[1]
+    assert "--ranking 7" in said[0]["arguments"]
 
 
 def facts(**changes: object) -> dict[str, object]:
