@@ -32,14 +32,17 @@ from safetrain import checkup
 from safetrain.audit import ReplicaAudit
 from safetrain.board import Board
 from safetrain.comm import Comm
+from safetrain.memory import Reading
 from safetrain.precision import FP32
 from safetrain.testing import run_ranks
+from safetrain.timing import OWN_WORK, PARTS
 from safetrain.watchdog import _LOOKS_PER_S, watch
 
 WORDS = 24  # of a vote on the control group
 WIDTH = 32  # of the model: gradients enough that each rank has some to reduce, as in any real one
 CALLS = 100
 WATCHED_S = 5.0
+NOTED = len([*OWN_WORK, *Reading._fields, *set(PARTS.values())])  # of each rank, by timing.py and memory.py
 HOP_S = 20e-6  # a small message from host to host in a data centre; on this machine, through the kernel, 30 to 50
 
 
@@ -223,8 +226,8 @@ def page(rows: Sequence[str], rounds: int) -> str:
             f"  {1e6 * HOP_S:.0f} µs each {1e3 * hops * HOP_S:.0f} ms, beside the GPU's work.",
             f"- The watchdogs look at the store {_LOOKS_PER_S:,} times a second at most, all together: with 1,024",
             f"  ranks each every {max(0.25, 1024 / _LOOKS_PER_S):.2g} s. A look is a request of 25 to 100 µs.",
-            "- An audit (every 1,000 steps) gathers a checksum of each rank; a logging interval sums 3 numbers a rank",
-            "  more, 24 kB.",
+            f"- An audit (every 1,000 steps) gathers a checksum of each rank; a logging interval sums {NOTED} numbers",
+            f"  a rank more, {8 * 1024 * NOTED / 1000:.0f} kB.",
             "",
         ]
     )

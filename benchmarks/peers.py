@@ -74,7 +74,7 @@ def run_rank(work: Workload, names: Sequence[str], steps: int, rounds: int) -> d
                 found[name].append((watch.cost.cpu_s / steps, watch.cost.wall_s / steps))
         for name, mine in weights.items():
             if name in SAME_SHARES or not work.batch_norm:
-                check_same(name, mine, weights[names[0]], tolerance=1e-5 if work.dtype is torch.float32 else 1e-3)
+                check_same(name, mine, weights["bare loop"], tolerance=1e-5 if work.dtype is torch.float32 else 1e-3)
     return found
 
 
@@ -119,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="where the page goes")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if "bare loop" not in options.contenders:
+        parser.error("all are compared with 'bare loop': name it, too")
     if unknown := set(options.workloads) - set(WORKLOADS):
         parser.error(f"no workload {', '.join(sorted(unknown))}: there are {', '.join(WORKLOADS)}")
     if options.as_rank is not None:

@@ -151,6 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="where the page goes")
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if "bare loop" not in options.contenders:
+        parser.error("all are compared with 'bare loop': name it, too")
     if options.as_rank is not None:
         run_rank(options.as_rank)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -60,6 +60,13 @@ def assemble(trainer: Trainer) -> Run:
 
     Fills in the trainer's public attributes: step and epoch, model, optimizers, schedulers.
     """
+    with ExitStack() as if_it_fails:
+        run = _assemble(trainer, if_it_fails)
+        if_it_fails.pop_all()
+    return run
+
+
+def _assemble(trainer: Trainer, if_it_fails: ExitStack) -> Run:
     ACTIVITY.restart("build")
     comm, options, seed = trainer.comm, trainer.loader, trainer.seed
     comm.collectives.compares = trainer.audit.collectives
@@ -87,6 +94,7 @@ def assemble(trainer: Trainer) -> Run:
     key = "num_workers of your DataLoader" if isinstance(train_data, DataLoader) else "loader.num_workers"
     machine = Machine(feed.loader_processes, max(1, int(cores() // comm.local_world_size)), comm.world_size, key)
     reporter = Reporter(trainer.observers, comm, trainer.optimizers, trainer.loop.log_every_steps, machine)
+    if_it_fails.callback(reporter.close)
     info = describe_run(trainer, feed, start_events=resumption.events if resumption else 0)
     reporter.start(info)
     trainer.total_steps = comm.agree(info.total_steps or 0, "max") or None
@@ -114,9 +122,8 @@ def assemble(trainer: Trainer) -> Run:
         state, window, feed, reporter, checkpoints, trainer.checkpoint,
         max_steps=trainer.loop.max_steps, rank=comm.rank, config_text=trainer.config_text,
     )  # fmt: skip
-    trainer._run = Run(
-        window, reduction, val_feed, replicas, reporter, keeper, census
-    )  # user code may validate from here on
+    # user code may validate from here on
+    trainer._run = Run(window, reduction, val_feed, replicas, reporter, keeper, census)
     if resumption is not None:
         resumption.take_over(trainer, state, replicas, reporter, reduction.place)
     replicas.run(trainer.step)

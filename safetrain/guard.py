@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetrain.errors import UsageError
+from safetrain.errors import UsageError, together
 from safetrain.guard_options import RUNS, GuardOptions, parse
+from safetrain.scheduler import placement
 
 _WRONG_USE = 2
 
@@ -23,11 +24,27 @@ def main(arguments: Sequence[str]) -> int:
     """Run the script; returns when it has ended well, and ends this process where it has not."""
     try:
         options = parse(arguments)
+    except UsageError as wrong:  # all ranks have the same command line
+        return _complain(together(wrong))
+    try:
         return _guard(options)
     except UsageError as wrong:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"safetrain.guard: {wrong}", file=sys.stderr)
-        return _WRONG_USE
+        return _complain(wrong)
+
+
+def _complain(wrong: UsageError) -> int:
+    """Once, where all ranks have come to the same; a rank that has met nobody is heard by itself."""
+    if not wrong.together or _is_rank_0():
+        print(f"safetrain.guard: {wrong}", file=sys.stderr)
+    return _WRONG_USE
+
+
+def _is_rank_0() -> bool:
+    try:
+        place = placement(os.environ)
+    except UsageError:  # incomplete; which is told where it matters
+        return os.environ.get("RANK", "0") == "0"
+    return place is None or place.rank == 0
 
 
 def _guard(options: GuardOptions) -> int:
@@ -39,7 +56,6 @@ def _guard(options: GuardOptions) -> int:
     from safetrain.rank_log import redirect_output
     from safetrain.run_dir import shown
     from safetrain.run_script import run_script
-    from safetrain.scheduler import placement
     from safetrain.stacks import answer_signals
     from safetrain.watchdog import Watch
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from safetrain.words import names_in_words
 
 _HEARS_FOR_S = 60.0
 _LOOK_EVERY_S = 0.1
+_ITS_RANK = re.compile(r"(?<!\S)--?((local|node|machine|global)[-_])?rank[= ]\d+(?!\S)")  # of a script that is told it
 
 _SCRIPT: Alike[Any] = Alike(
     "script",
@@ -50,7 +52,7 @@ _CHECKS = {
 
 def facts(script: Path | None, backend: str) -> dict[str, Any]:
     """What this rank sees; plain data."""
-    arguments = {"arguments": " ".join(sys.argv[1:])}
+    arguments = {"arguments": _ITS_RANK.sub("", " ".join(sys.argv[1:]))}
     digest = {"the script": hashlib.sha256(script.read_bytes()).hexdigest()[:12]} if script else {}
     cuda = torch.cuda.is_initialized()
     return {

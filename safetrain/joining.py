@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from safetrain import machine, network
-from safetrain.errors import UsageError
+from safetrain.errors import UsageError, together
 from safetrain.words import ranks_in_words
 
 JOIN_TIMEOUT_S = 20.0
@@ -217,7 +217,7 @@ def _roll_call(store: Store, me: Place, deadline: float, limit_s: float, for_glo
                 readers = store.add("arrivals", 0)
                 readers = readers if time.monotonic() > deadline else max(readers, me.world_size)
                 store.wait([f"read_{n}" for n in range(1, readers + 1)], timedelta(seconds=_READ_LIMIT_S))
-        raise UsageError(verdict["wrong"])
+        raise together(UsageError(verdict["wrong"]))
     places = [Place(**place) for place in verdict["places"]]
     if me not in places:
         raise UsageError(_twice(places[me.rank] if me.rank < len(places) else None, me))

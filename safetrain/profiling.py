@@ -61,6 +61,9 @@ class StepProfile:
         self._recording = self._recorded = self._ended = False
         self._first = max(self._start, run.start_step)
         self._last = self._first + self._count - 1
+        self._traces, self._name = run.run_dir / TRACES, f"steps_{self._first}-{self._last}"
+        # of an earlier process of this run: rank 0 must not find it when the window is over
+        part_path(self._traces, self._name, run.rank).unlink(missing_ok=True)
         self.step(run.start_step, 0)
 
     def step(self, step: int, epoch: int) -> None:
@@ -118,22 +121,23 @@ class StepProfile:
     def _finish(self) -> None:
         """End the recording, write this rank's part, and have rank 0 look for the others'."""
         assert self._run is not None
-        assert self._run.run_dir is not None
         assert self._profiler is not None
         ACTIVITY.leave(self._entered)
         profiler, self._profiler = self._profiler, None
         self._recording, self._recorded = False, True
-        traces, name = self._run.run_dir / TRACES, f"steps_{self._first}-{self._last}"
         with ACTIVITY.within("save_profile", _WRITE_LIMIT_S):
             profiler.stop_trace()
             try:
-                self._write(profiler, part_path(traces, name, self._run.rank))
+                self._write(profiler, part_path(self._traces, self._name, self._run.rank))
             except OSError as error:
                 logger.warning("rank %d: its part of the trace is not written: %s", self._run.rank, error)
         if self._run.rank == 0:
             self._merge_until = monotonic() + _PARTS_WITHIN_S
             self._merging = threading.Thread(
-                target=self._merge, args=(traces, name, self._run.world_size), name="safetrain-profile", daemon=True
+                target=self._merge,
+                args=(self._traces, self._name, self._run.world_size),
+                name="safetrain-profile",
+                daemon=True,
             )
             self._merging.start()
 
@@ -143,7 +147,6 @@ class StepProfile:
 
     def _write(self, profiler: profile, path: Path) -> None:
         assert self._run is not None
-        path.unlink(missing_ok=True)  # of an earlier process of this run
         since, until = self._marks[0].ns, self._marks[-1].ns
         calls = {  # in a CUDA build two recorders may hold the same
             (one.group, one.number): Call(

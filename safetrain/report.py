@@ -84,13 +84,13 @@ class Reporter:
 
     def restart_clock(self) -> None:
         """Training goes on after something else: do not count that into the throughput."""
-        self._since, self._weight = time.perf_counter(), 0
+        self._since, self._weight, self._steps = time.perf_counter(), 0, 0
         self._clock.lap()
 
     def window(self, step: int, epoch: int, result: WindowResult, log: MetricLog) -> None:
         """One window is done; ``step`` counts it. All ranks call it alike."""
         ACTIVITY.enter("log")
-        self._weight += result.weight
+        self._weight, self._steps = self._weight + result.weight, self._steps + 1
         if result.applied:
             for name, value, weight in result.losses:
                 log.add(name, value, weight)
@@ -116,7 +116,7 @@ class Reporter:
         self._tell(Event("skip", step, epoch, {"train/skipped_steps": self._skipped_steps}, reason))
 
     def _metrics(self, result: WindowResult, log: MetricLog) -> dict[str, float]:
-        spent = {part: seconds / self._log_every_steps for part, seconds in self._clock.lap().items()}
+        spent = {part: seconds / self._steps for part, seconds in self._clock.lap().items()}
         times = self._timing.row(spent)
         rows = [*times, *self._memory.row(self._meter)]
         # the vote compared the names of an applied window; else ranks may have logged different ones
@@ -124,7 +124,7 @@ class Reporter:
             reduced, table = log.sum_fast(self._comm, beside=rows)
         else:
             reduced, table = log.reduce(self._comm), self._comm.sum_vector(rows)
-        self._timing.add(table[: len(times)], self._log_every_steps)
+        self._timing.add(table[: len(times)], self._steps)
         self._memory.add(table[len(times) :])
         log.clear()
         metrics = {f"train/{name}": value for name, value in reduced.items()}
@@ -171,14 +171,17 @@ class Reporter:
             if isinstance(error, Preempted):
                 event = replace(event, kind="preempted", text="saved" if error.saved else "not saved")
             try:
-                self._tell(event)
-                self._close()
+                try:
+                    self._tell(event)
+                finally:
+                    self.close()
             except Exception as second:  # noqa: BLE001  the first error is the one that people look for
                 error.add_note(f"Then an observer failed as well: {type(second).__name__}: {second}")
             raise
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """The run is over, or never began; whatever an observer does, nothing listens to the loop any more."""
         self._phases.close()
         self._meter.close()
         for observer in self._observers:

@@ -126,8 +126,8 @@ class FSDPStrategy:
 
     Attributes:
         shard: class names of the modules that are gathered as one, such as ``[Block]``; what is in none of them is
-            gathered with the model. None: the modules in a ModuleList, and where the model has none, its direct
-            children; of both those that have parameters.
+            gathered with the model. None: the modules in a ModuleList; where the model has none, those of at least a
+            million parameters that are its children or in a Sequential (see sharding.blocks_of).
         replicas: whole copies of the model over all ranks (hybrid sharding). With one for each machine, parameters are
             gathered inside machines, and only gradients go between them.
         reshard_after_forward: give a block's gathered parameters back after its forward, and gather them again for

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,6 +15,7 @@ import torch
 
 import safetrain
 from safetrain import machine
+from safetrain.failure import is_user_file
 from safetrain.flight_recorder import Collective, last_collectives
 from safetrain.patience import Patience
 from safetrain.stacks import ENDED, Frame, answering_children, ask, stack_of, state_of, user_frame
@@ -185,7 +187,7 @@ def _in(stack: Sequence[Frame], places: tuple[str, ...]) -> bool:
 
 def _waits_for_ranks(stack: Sequence[Frame], collectives: Sequence[Collective]) -> bool:
     """Whether what holds this thread up is other ranks: a collective, or a wait of safetrain's own on the store."""
-    if not stack or any(frame.file.startswith("<frozen importlib") for frame in stack):  # torch is being imported
+    if not stack or _imports(stack):
         return False
     inner = next((f for f in reversed(stack) if not f.file.endswith(_TIMED_WAITS)), stack[-1])
     if inner.file.startswith((_DISTRIBUTED, *_WAITS_FOR_RANKS)):
@@ -196,6 +198,12 @@ def _waits_for_ranks(stack: Sequence[Frame], collectives: Sequence[Collective]) 
         return not _waits_for_loader(stack)
     # work.wait() of a collective that was started before, or a device that waits for one; also in a library
     return any(call in inner.source for call in _WAITING_CALLS)
+
+
+def _imports(stack: Sequence[Frame]) -> bool:
+    """Whether a library is being imported: torch does so late, and it takes long. A script may itself be imported."""
+    of_libraries = takewhile(lambda frame: not is_user_file(frame.file), reversed(stack))
+    return any(frame.file.startswith("<frozen importlib") for frame in of_libraries)
 
 
 def _waits_for_loader(stack: Sequence[Frame]) -> bool:

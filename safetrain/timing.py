@@ -63,7 +63,6 @@ class TimeTable:
         self._work: list[dict[str, float]] = []  # by rank; seconds in the steps of which nobody has been told yet
         self._untold_steps = 0
         self._total_s = dict.fromkeys(PARTS.values(), 0.0)
-        self._intervals = 0
         self.mean_s: dict[str, float] = {}
 
     def row(self, spent_s: Mapping[str, float]) -> list[float]:
@@ -84,8 +83,7 @@ class TimeTable:
         ]
         self._untold_steps += steps
         for part, seconds in self.mean_s.items():
-            self._total_s[part] += seconds
-        self._intervals += 1
+            self._total_s[part] += steps * seconds
         self._steps += steps
 
     def straggler(self) -> Straggler | None:
@@ -99,9 +97,9 @@ class TimeTable:
 
     def summary(self, machine: Machine) -> str:
         """How long a step took, where the time went, and what to change; empty where nothing was measured."""
-        if not self._intervals:
+        if not self._steps:
             return ""
-        step_s = math.fsum(self._total_s.values()) / self._intervals
+        step_s = math.fsum(self._total_s.values()) / self._steps
         said = f"a step took {1000 * step_s:.3g} ms: {shares_in_words(self._total_s)}."
         if step_s * self._steps < _WORTH_ADVICE_S:
             return said

@@ -11,12 +11,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import safetrain
+from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
 from safetrain.observer import Event, RunInfo
 from safetrain.testing import run_ranks
 from tests.ranks.toys import momentum_sgd
 
 SLOW_S = 0.08
+EVEN_S = 0.01
 
 
 class Events:
@@ -95,3 +97,80 @@ def test_h108_a_slow_rank_is_named_with_the_part_that_is_slow(
         for metrics in means:
             assert metrics[f"time/{part}_ms"] > 1000 * SLOW_S / world_size
             assert metrics["time/communication_ms"] > 0
+
+
+class Even(safetrain.Trainer):
+    def training_step(self, batch: Any) -> Any:
+        time.sleep(EVEN_S)
+        return self.model(batch).square().mean()
+
+
+def in_short_epochs(_comm: Comm) -> list[Event]:
+    events = Events()
+    Even(
+        nn.Linear(4, 2),
+        Numbers(slow=False),
+        optimizer=momentum_sgd,
+        loop=safetrain.Loop(epochs=3, log_every_steps=3),
+        loader=safetrain.Loader(batch_size=16),
+        observers=[events],
+    ).fit()
+    return events.told
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_interval_in_which_an_epoch_begins_has_the_time_of_its_own_steps(world_size: int) -> None:
+    """The clock begins anew with an epoch, so such an interval has fewer steps than a line of the log."""
+    for events in run_ranks(in_short_epochs, world_size):
+        forward_ms = [event.metrics["time/forward_ms"] for event in events if event.kind == "train"]
+        assert len(forward_ms) == 8 // world_size  # 128 samples, 16 a rank and step, 3 epochs, 3 steps a line
+        assert min(forward_ms) >= 1000 * EVEN_S, forward_ms
+        said = next(event.text for event in events if event.text.startswith("a step took "))
+        assert float(said.split()[3]) >= 1000 * EVEN_S
+
+
+class FailsToTell(Events):
+    """An observer that can't be told how a run ended."""
+
+    closed = False
+
+    def event(self, event: Event) -> None:
+        if event.kind == "failed":
+            raise OSError("no disk")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Breaks(Even):
+    where = ""
+
+    def training_step(self, batch: Any) -> Any:
+        if self.where == "training_step":
+            raise ValueError("mine")
+        return super().training_step(batch)
+
+    def build_schedulers(self) -> dict[str, Any]:
+        if self.where == "build_schedulers":
+            raise ValueError("mine")
+        return super().build_schedulers()
+
+
+def end_badly(_comm: Comm, where: str) -> tuple[str, bool, int]:
+    observer = FailsToTell()
+    trainer = Breaks(
+        nn.Linear(4, 2), Numbers(slow=False), optimizer=momentum_sgd, observers=[observer],
+        loop=safetrain.Loop(log_every_steps=1),
+    )  # fmt: skip
+    trainer.where = where
+    with pytest.raises((ValueError, safetrain.RankFailed)) as caught:
+        trainer.fit()
+    return str(caught.value), observer.closed, len(ACTIVITY.listeners)
+
+
+@pytest.mark.parametrize("where", ["training_step", "build_schedulers"])
+def test_whatever_ends_a_run_its_observers_are_closed_and_nothing_listens_to_the_loop(where: str) -> None:
+    """Or a second run in the same process would be measured by the first one's meters, too."""
+    for said, closed, listeners in run_ranks(end_badly, 2, where):
+        assert "mine" in said
+        assert (closed, listeners) == (True, 0)

@@ -9,13 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from safetrain.errors import UsageError
-from safetrain.flight_recorder import Collective
+from safetrain.activity import Activity
+from safetrain.config import Watchdog
+from safetrain.errors import UsageError, together
+from safetrain.flight_recorder import Collective, issued_count
 from safetrain.guard import main
 from safetrain.guard_options import GuardOptions, parse
+from safetrain.guard_preflight import facts as seen_here
 from safetrain.guard_preflight import findings
 from safetrain.guarded import before, judge, warnings
+from safetrain.patience import Patience
 from safetrain.run_script import run_script, without_our_frames
 from safetrain.stacks import Frame, user_frame
 from safetrain.stillness import Stillness
@@ -71,6 +77,33 @@ def test_what_cannot_be_right(
     monkeypatch.setenv("RANK", "1")
     assert main(arguments) == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def second_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"),
+                        ("MASTER_ADDR", "node1"), ("MASTER_PORT", "29500")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("safetrain.flight_recorder.switch_on", lambda: None)
+
+
+@pytest.mark.usefixtures("second_of_two")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (UsageError("rank 1 found nobody"), "safetrain.guard: rank 1 found nobody\n"),
+        (together(UsageError("rank 3 is missing")), ""),  # rank 0 says it
+    ],
+)
+def test_a_rank_that_met_nobody_says_so_itself(
+    script: str, error: UsageError, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def meet(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("safetrain.joining.meet", meet)
+    assert main([script]) == 2
+    assert capsys.readouterr().err == said
 
 
 def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +206,37 @@ def test_progress_begins_anew() -> None:
     for n in range(100, 104):
         found.look(float(n), 90.0, 0)
     assert not found.is_busy
+
+
+@pytest.fixture
+def uncounted_group() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("uncounted_group")
+def test_a_group_whose_backend_does_not_count_shows_no_progress() -> None:
+    """It must not end the watchdog's threads."""
+    assert issued_count() == 0
+
+
+_IMPORT = Frame("<frozen importlib._bootstrap>", 1, "_find_and_load")
+_IN_TORCH = Frame(str(Path(dist.__file__).parent / "distributed_c10d.py"), 1, "all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("stack", "waits"),
+    [
+        ((_IMPORT, Frame(__file__, 1, "<module>"), _IN_TORCH), True),  # a script that trains while it is imported
+        ((Frame(__file__, 1, "train"), _IN_TORCH, _IMPORT, _IN_TORCH), False),  # a late import of torch's own
+    ],
+)
+def test_who_imports_does_not_wait(stack: tuple[Frame, ...], waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safetrain.testimony.stack_of", lambda _: stack)
+    patience = Patience(Watchdog(stall_s=1.0, first_step_stall_s=1.0), Activity())
+    patience.seconds = 2.0
+    assert Said.full(0, patience, 0, ()).state == ("waiting" if waits else "stuck")
 
 
 # --- the verdict ------------------------------------------------------------------------------------------------------
@@ -295,6 +359,16 @@ def test_another_librarys_trainer_is_no_end_of_the_users_frames() -> None:
 
 
 # --- the ranks, compared ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("told", ["--local-rank={}", "--local_rank {}", "--rank {}", "--node_rank={} --lr 3"])
+def test_a_script_that_is_told_its_rank_is_alike_on_all(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for number in range(2):
+        monkeypatch.setattr(sys, "argv", ["train.py", *told.format(number).split(), "--ranking", "7"])
+        said.append(seen_here(None, "gloo")["script"])
+    assert said[0] == said[1]
+    assert "--ranking 7" in said[0]["arguments"]
 
 
 def facts(**changes: object) -> dict[str, object]:

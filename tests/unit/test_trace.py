@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from safetrain.observer import RunInfo
 from safetrain.profile import main, told
+from safetrain.profiling import StepProfile
 from safetrain.trace_merge import arrows, clock_offsets_ns, clocks_in_words, in_words, joined, merge, part_path
 from safetrain.trace_part import (
     COLLECTIVES_LANE,
@@ -231,3 +233,18 @@ def test_a_whole_trace_is_told_with_the_way_to_open_it(tmp_path: Path) -> None:
     lines = told(merged).splitlines()
     assert lines[0].startswith(f"profile: steps 3-4 of 1 rank in {tmp_path / 'steps_3-4.json.gz'} (")
     assert lines[1:] == ["  open it at https://ui.perfetto.dev or chrome://tracing; nothing is uploaded"]
+
+
+def test_what_an_earlier_process_left_of_the_window_is_gone_before_it(tmp_path: Path) -> None:
+    """A run that was killed before its parts were merged, and goes on: rank 0 would take the old one of a rank that is
+    still writing its new one."""
+    old = part_path(tmp_path / "traces", "steps_20-24", 1)
+    old.parent.mkdir(parents=True)
+    old.touch()
+    observer = StepProfile(20, 5)
+    observer.start(RunInfo(
+        rank=1, world_size=2, run_dir=tmp_path, name="", epochs=1, steps_per_epoch=99, max_steps=None, start_step=10,
+        config_text="", device="cpu", parameters=1,
+    ))  # fmt: skip
+    observer.close()
+    assert not old.exists()
