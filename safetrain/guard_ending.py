@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -190,18 +191,30 @@ class Ending:
         """
         inbox, outbox = socket.socketpair()
         outbox.setblocking(False)
-        signal.signal(signal.SIGTERM, _nothing)  # its number goes to the thread, also while this one is in a collective
+        signal.signal(signal.SIGTERM, self._heard)
+        # so its number goes to the thread also while this one is in a collective
         signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_as_ever)
+        os.register_at_fork(after_in_child=self._in_child)
         self._outbox = outbox  # kept open
         threading.Thread(target=self._listen, args=(inbox, board), name="safetrain-signals", daemon=True).start()
+
+    def _heard(self, number: int, _frame: object) -> None:
+        """A script that has a wakeup descriptor of its own (an event loop) has taken ours away."""
+        with suppress(BlockingIOError):  # full of numbers that nobody has read yet
+            self._outbox.send(bytes([number]))
+
+    def _in_child(self) -> None:
+        """In a forked child, a loader process: signals are its own."""
+        if signal.getsignal(signal.SIGTERM) == self._heard:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
 
     def _listen(self, inbox: socket.socket, board: Board) -> None:
         while number := inbox.recv(1):
             if number[0] != signal.SIGTERM:
                 continue
             self._safely(lambda: self.look_round(board), None)
-            if signal.getsignal(signal.SIGTERM) is _nothing:
+            if signal.getsignal(signal.SIGTERM) == self._heard:
                 self._safely(lambda: board.leave(f"{TOLD_TO_LEAVE} (SIGTERM)"), None)
                 be_the_one_who_leaves()
                 within(_RECORDER_S, rank_log.flush)
@@ -266,14 +279,3 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code
     return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
-def _nothing(_number: int, _frame: object) -> None:
-    pass
-
-
-def _as_ever() -> None:
-    """In a forked child, a loader process: signals are its own."""
-    if signal.getsignal(signal.SIGTERM) is _nothing:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)

@@ -45,6 +45,7 @@ class NsightRanges:
 
     def close(self) -> None:
         ACTIVITY.leave(self._entered)  # after a failure no more: to end the capture may wait for the device
+        self._open = False
 
     def _entered(self, phase: str) -> None:
         torch.cuda.nvtx.range_pop()

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from safetrain.activity import ACTIVITY
 from safetrain.comm import Comm
+from safetrain.departure import within
 from safetrain.errors import Preempted
 from safetrain.memory import MemoryMeter, MemoryTable
 from safetrain.metrics import MetricLog
@@ -23,6 +25,10 @@ from safetrain.window import WindowResult
 if TYPE_CHECKING:
     from safetrain.feed import Feed
     from safetrain.trainer import Trainer
+
+
+_LAST_WORDS_S = 5.0  # an observer that waits for the network must not keep the others from hearing of a failure
+_FAREWELL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -167,18 +173,28 @@ class Reporter:
         try:
             yield
         except BaseException as error:
-            event = Event("failed", *where(), text=str(error) or type(error).__name__)
-            if isinstance(error, Preempted):
-                event = replace(event, kind="preempted", text="saved" if error.saved else "not saved")
-            try:
-                try:
-                    self._tell(event)
-                finally:
-                    self.close()
-            except Exception as second:  # noqa: BLE001  the first error is the one that people look for
+            event, limit_s = Event("failed", *where(), text=str(error) or type(error).__name__), _LAST_WORDS_S
+            if isinstance(error, Preempted):  # nobody waits for this rank any more
+                event, limit_s = (
+                    replace(event, kind="preempted", text="saved" if error.saved else "not saved"),
+                    _FAREWELL_S,
+                )
+            trouble: list[Exception] = []
+            within(limit_s, partial(self._last_words, event, trouble))
+            for second in trouble:
                 error.add_note(f"Then an observer failed as well: {type(second).__name__}: {second}")
             raise
         self.close()
+
+    def _last_words(self, event: Event, trouble: list[Exception]) -> None:
+        """Tell observers how the run ended; what goes wrong with them must not hide why."""
+        try:
+            try:
+                self._tell(event)
+            finally:
+                self.close()
+        except Exception as error:  # noqa: BLE001  the run's own error is the one that people look for
+            trouble.append(error)
 
     def close(self) -> None:
         """The run is over, or never began; whatever an observer does, nothing listens to the loop any more."""

@@ -106,10 +106,24 @@ def together(strategy: DDPStrategy, chosen: Sequence[DDPStrategy]) -> DDPStrateg
     return replace(strategy, **changed)
 
 
-def tune(trainer: Trainer, options: Tune) -> tuple[list[Tried], dict[str, Overlap]]:
-    """Try them all; the first is the configured one. The same on every rank.
+@dataclass(frozen=True)
+class Tuned:
+    """What was found.
 
-    Returns also what backward hides of the all-reduces, on this rank, as configured and in the fastest way.
+    Attributes:
+        tried: every way once; the first is the configured one.
+        again: what was faster then, all of it together, in rounds of its own: of several ways one is the fastest by
+            chance alone. None: nothing was faster.
+        overlaps: what backward hides of the all-reduces, on this rank, as configured and in that way.
+    """
+
+    tried: Sequence[Tried]
+    again: Tried | None
+    overlaps: Mapping[str, Overlap]
+
+
+def tune(trainer: Trainer, options: Tune) -> Tuned:
+    """Try them all. The same on every rank.
 
     Raises:
         ConfigError: the strategy is not DDP's.
@@ -124,19 +138,13 @@ def tune(trainer: Trainer, options: Tune) -> tuple[list[Tried], dict[str, Overla
     parameter_bytes = [p.nbytes for p in reversed(list(trainer.model.parameters())) if p.requires_grad]
     singles = ways(configured, parameter_bytes, trainer.comm.device.type)
     tried = turns.rounds(configured, singles)
-    faster = best_of_each_key([one for one in tried if one.is_faster])
-    if len(faster) > 1:
-        both = together(configured, [singles[keys] for keys in faster])
-        singles[" ".join(faster)] = both
-        tried += turns.rounds(configured, {" ".join(faster): both})[1:]
-    looked_at = {"": configured, **{one.keys: singles[one.keys] for one in fastest(tried)}}
-    return tried, {keys: turns.overlap(strategy) for keys, strategy in looked_at.items()}
-
-
-def fastest(tried: Sequence[Tried]) -> list[Tried]:
-    """The one that is, or none where all differences may be chance."""
-    faster = [one for one in tried if one.is_faster]
-    return [min(faster, key=lambda one: one.ratio)] if faster else []
+    looked_at = {"": configured}
+    again: Tried | None = None
+    if promising := best_of_each_key([one for one in tried if one.is_faster]):
+        keys = " ".join(promising)
+        looked_at[keys] = together(configured, [singles[each] for each in promising])
+        _, again = turns.rounds(configured, {keys: looked_at[keys]})
+    return Tuned(tried, again, {each: turns.overlap(strategy) for each, strategy in looked_at.items()})
 
 
 def best_of_each_key(tried: Sequence[Tried]) -> list[str]:
@@ -198,31 +206,41 @@ class Turns:
         return reduction.times.overlap(self._options.warmup_steps)
 
 
-def report(tried: Sequence[Tried], overlaps: Mapping[str, Overlap]) -> str:
+def report(found: Tuned) -> str:
     """The whole of what the command prints."""
-    looked_at = [f"{keys or AS_CONFIGURED.capitalize()}, on rank 0:\n{in_words(overlaps[keys])}" for keys in overlaps]
-    return "\n\n".join([table(tried), *looked_at])
+    looked_at = [
+        f"{keys or AS_CONFIGURED.capitalize()}, on rank 0:\n{in_words(seen)}" for keys, seen in found.overlaps.items()
+    ]
+    return "\n\n".join([table(found), *looked_at])
 
 
-def table(tried: Sequence[Tried]) -> str:
+def table(found: Tuned) -> str:
     """A line for each way, and the best line of config."""
-    names = [one.keys or AS_CONFIGURED for one in tried]
+    names = [one.keys or AS_CONFIGURED for one in found.tried]
     width = max(len(name) for name in names)
     lines = [f"{'':<{width}}  ms a step  against as configured"]
-    for name, one in zip(names, tried, strict=True):
+    for name, one in zip(names, found.tried, strict=True):
         if one.refused:
             lines.append(f"{name:<{width}}  can't be used: {one.refused}")
-            continue
-        step_ms = 1000 * statistics.median(one.step_s)
-        low, high = interval_of_median(one.ratios)
-        compared = f"{one.ratio:.3f} [{low:.3f} to {high:.3f}]" if one.keys else "1"
-        lines.append(f"{name:<{width}}  {step_ms:9.2f}  {compared}")
-    return "\n".join([*lines, "", _best(tried)])
+        else:
+            lines.append(f"{name:<{width}}  {1000 * statistics.median(one.step_s):9.2f}  {_compared(one)}")
+    return "\n".join([*lines, "", _best(found.again)])
 
 
-def _best(tried: Sequence[Tried]) -> str:
-    for best in fastest(tried):
-        by = f"{1 - best.ratio:.0%}".replace("%", " %")
-        rounded = "Gradients are then rounded on the wire: look whether it still learns as well."
-        return f"Fastest, by {by}:  {best.keys}" + (f"\n{rounded}" if "comm_hook" in best.keys else "")
-    return "Nothing is faster than as configured, beyond what chance may do in so few steps: leave it."
+def _compared(one: Tried) -> str:
+    if not one.keys:
+        return "1"
+    low, high = interval_of_median(one.ratios)
+    return f"{one.ratio:.3f} [{low:.3f} to {high:.3f}]"
+
+
+def _best(again: Tried | None) -> str:
+    if again is None:
+        return "Nothing is faster than as configured, beyond what chance may do in so few steps: leave it."
+    if again.refused:
+        return f"Together, {again.keys} can't be used: {again.refused}"
+    if not again.is_faster:
+        return f"{again.keys} seemed faster, and tried again it was not ({_compared(again)}): leave it."
+    by = f"{1 - again.ratio:.0%}".replace("%", " %")
+    rounded = "\nGradients are then rounded on the wire: look whether it still learns as well."
+    return f"Faster by {by}, tried again ({_compared(again)}):  {again.keys}" + rounded * ("comm_hook" in again.keys)

@@ -112,7 +112,7 @@ def _try_out(config: Config, comm: Comm, options: Tune) -> Result:
     checkup.check_machine(checkup.here_of_config(config, comm))
     found = tune(build(config), options)
     if comm.rank == 0:
-        print(report(*found))
+        print(report(found))
     return Result(step=0, epoch=0, applied_steps=0)
 
 

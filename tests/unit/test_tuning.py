@@ -8,7 +8,7 @@ from safetrain.buckets import bucket_bytes
 from safetrain.errors import ConfigError
 from safetrain.strategy import DDPStrategy
 from safetrain.tune_config import Tune
-from safetrain.tuning import Tried, best_of_each_key, table, together, ways
+from safetrain.tuning import Tried, Tuned, best_of_each_key, table, together, ways
 
 MIB = 1 << 20
 
@@ -65,24 +65,29 @@ def test_of_several_values_of_a_key_the_fastest_counts() -> None:
 def test_the_table_and_the_best_line() -> None:
     base = Tried("", [0.01] * 7, [1.0] * 7)
     tried = [base, _tried("strategy.bucket_cap_mb=1", 0.9), Tried("strategy.static_graph=true", refused="no, since x")]
-    assert table(tried).splitlines() == [
+    assert table(Tuned(tried, _tried("strategy.bucket_cap_mb=1", 0.95), {})).splitlines() == [
         "                            ms a step  against as configured",
         "as configured                   10.00  1",
         "strategy.bucket_cap_mb=1         9.00  0.900 [0.870 to 0.930]",
         "strategy.static_graph=true  can't be used: no, since x",
         "",
-        "Fastest, by 10 %:  strategy.bucket_cap_mb=1",
+        "Faster by 5 %, tried again (0.950 [0.920 to 0.980]):  strategy.bucket_cap_mb=1",
     ]
-    lossy = table([base, _tried("strategy.comm_hook=fp16", 0.5)])
+    lossy = table(Tuned([base], _tried("strategy.comm_hook=fp16", 0.5), {}))
     assert lossy.endswith(
-        "Fastest, by 50 %:  strategy.comm_hook=fp16\n"
-        "Gradients are then rounded on the wire: look whether it still learns as well."
+        ":  strategy.comm_hook=fp16\nGradients are then rounded on the wire: look whether it still learns as well."
     )
 
 
 def test_what_chance_may_do_is_not_called_faster() -> None:
-    noisy = table([Tried("", [0.01] * 7, [1.0] * 7), _tried("strategy.bucket_cap_mb=1", 0.98, spread=0.02)])
-    assert noisy.endswith("Nothing is faster than as configured, beyond what chance may do in so few steps: leave it.")
+    base, noisy = Tried("", [0.01] * 7, [1.0] * 7), _tried("strategy.bucket_cap_mb=1", 0.98, spread=0.02)
+    assert not noisy.is_faster
+    assert table(Tuned([base, noisy], None, {})).endswith(
+        "Nothing is faster than as configured, beyond what chance may do in so few steps: leave it."
+    )
+    assert table(Tuned([base], noisy, {})).endswith(
+        "strategy.bucket_cap_mb=1 seemed faster, and tried again it was not (0.980 [0.920 to 1.040]): leave it."
+    )
 
 
 def test_options_are_read_before_torch() -> None:
