@@ -10,7 +10,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,14 +38,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         case = getattr(item, "callspec", None)
         if case is None or not item.nodeid.startswith(_WITH_PROCESSES) or item.get_closest_marker("exhaustive"):
             continue
-        values = {(name, repr(value)) for name, value in case.params.items()}
-        matrices[item.nodeid.partition("[")[0]][item] = values
+        matrices[item.nodeid.partition("[")[0]][item] = _shows(case.params)
     for cases in matrices.values():
         missing: set[tuple[str, str]] = set().union(*cases.values())
         while missing:
             missing -= cases.pop(max(cases, key=lambda item: len(cases[item] & missing)))
         for item in cases:
             item.add_marker(pytest.mark.exhaustive)
+
+
+def _shows(params: Mapping[str, object]) -> set[tuple[str, str]]:
+    """What a case shows of each parameter; of a fault's place the number of ranks, and whether it is on the first or
+    the last of them."""
+    values = dict(params)
+    if (place := values.pop("place", None)) is not None:
+        values |= {"world_size": getattr(place, "world_size", None), "culprit": getattr(place, "culprit", None)}
+    if "culprit" in values:
+        values["culprit"] = "the first" if values["culprit"] == 0 else "the last"
+    return {(name, repr(value)) for name, value in values.items()}
 
 
 @pytest.fixture(autouse=True)

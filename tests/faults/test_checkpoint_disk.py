@@ -106,6 +106,7 @@ def test_a_full_disk_is_told_and_training_goes_on_until_there_is_room(disk: Path
         assert line.endswith("; earlier checkpoints are as they were")
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_becomes_read_only(disk: Path) -> None:
     folder = disk / "checkpoints"
 
@@ -146,6 +147,7 @@ def test_the_folder_vanishes_and_is_made_again(tmp_path: Path) -> None:
     run_ranks(work, 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_the_folder_vanishes_during_a_save(tmp_path: Path, culprit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, write_own = tmp_path / "checkpoints", archive.write_own

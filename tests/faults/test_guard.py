@@ -49,6 +49,7 @@ def line_of(script: str, mark: str) -> str:
     return f"{file}:{next(n for n, t in enumerate(file.read_text().splitlines(), 1) if t.endswith(f'# line: {mark}'))}"
 
 
+@pytest.mark.exhaustive
 def test_an_exception_is_told_once(tmp_path: Path) -> None:
     code, terminal, verdict = guarded(tmp_path, "ddp", "--fault", "raise")
     assert code == 1

@@ -137,6 +137,7 @@ def test_all_processes_of_a_host_are_killed(two: Hosts, folder: Path, number: in
     assert f"Training failed: {who} its connection" in left.text
 
 
+@pytest.mark.exhaustive
 def test_other_torch_and_other_config_are_refused_on_both(two: Hosts, folder: Path) -> None:
     source = folder / "mine.py"
     source.write_text(f"{source.read_text()}\nif os.environ.get('OTHER'):\n    torch.__version__ = '2.12.1'\n")
@@ -152,6 +153,7 @@ def test_other_torch_and_other_config_are_refused_on_both(two: Hosts, folder: Pa
     assert not list(folder.glob("outputs/*/*"))
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_never_comes_or_that_nobody_lets_through(two: Hosts, folder: Path) -> None:
     waits = f"launch.join_timeout_s={JOIN_S}"
     two.b.refuse("blackhole", two.a)  # a firewall that drops: nothing comes back

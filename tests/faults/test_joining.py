@@ -88,6 +88,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_did(present: list[int], 
     assert "launch.join_timeout_s" in said[0]
 
 
+@pytest.mark.exhaustive
 def test_without_rank_0_there_is_nobody_at_the_address() -> None:
     (said,) = attempts((1, 2))
     assert said.startswith("rank 1 on ")
@@ -137,6 +138,7 @@ def test_a_port_that_is_taken_is_told_with_its_holder() -> None:  # H76
     assert f"process {os.getpid()} (" in said[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "127.0.0.1 "])
 def test_a_name_that_nobody_knows(rank: int, name: str) -> None:  # H77
@@ -156,6 +158,7 @@ def test_a_port_that_is_no_number() -> None:
     assert said == "MASTER_PORT='eight': must be a whole number, 1-65535"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "why"), [("^lo", "that is NCCL_SOCKET_IFNAME's syntax"), ("eth987", "no such interface")]
 )
@@ -165,6 +168,7 @@ def test_an_interface_that_is_not_there(name: str, why: str) -> None:  # H78
     assert "lo" in said
 
 
+@pytest.mark.exhaustive
 def test_an_address_that_only_means_the_machine_itself(monkeypatch: pytest.MonkeyPatch) -> None:  # H78
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_named: [(2, 1, 6, "", ("127.0.1.1", 0))])

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "safetrain"]
 
 
+@pytest.mark.exhaustive
 def test_ranks_get_what_is_said_and_saved(project: Project) -> None:
     asked = ["recipe=mine", "env=debug", "preset=debug", "env.NCCL_DEBUG_SUBSYS=ALL", "loop.max_steps=1"]
     done = project.run(*asked, NCCL_DEBUG="WARN", NCCL_DEBUG_SUBSYS="NET", NCCL_BLOCKING_WAIT="1")

@@ -63,6 +63,7 @@ def test_a_killed_rank_is_the_culprit_not_those_that_miss_it(project: Project, r
     assert "Traceback" not in text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "on"), CASES)
 def test_a_rank_that_leaves_without_a_word_is_told_by_its_exit_code(project: Project, ranks: int, on: int) -> None:
     text = fail(project, "leave", ranks, on)

@@ -66,6 +66,7 @@ def test_a_sweeper_gets_the_metric(project: Project) -> None:
     assert (project.folder / "told").read_text() == repr(metrics)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_the_sweep_not_only_its_job(project: Project) -> None:
     process = project.start("-m", "recipe=mine", "trainer.fault=sleep", "seed=1,2")
     project.wait_for(lambda: len(list(project.folder.glob("outputs/multirun/*/0/stepping_*"))) == 2, "training")

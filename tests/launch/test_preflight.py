@@ -61,6 +61,7 @@ def _isolate(comm: Comm) -> str:
     return in_words(find_setting(attempt))
 
 
+@pytest.mark.exhaustive
 def test_the_transport_that_hangs_is_found_in_processes_to_throw_away() -> None:  # S09
     first, second = run_ranks(_isolate, 2, timeout_s=110)
     assert first == second

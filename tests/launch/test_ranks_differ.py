@@ -87,6 +87,7 @@ def test_collectives_that_do_not_belong_together(project: Project, ranks: int, o
     assert "Traceback" not in text
 
 
+@pytest.mark.exhaustive
 def test_replicas_that_drift_apart(project: Project) -> None:
     text = summary(project, "drift", 2, 1, "audit.every_steps=2")
     assert text.startswith("Training ended at step 2: the ranks' replicas are not the same any more")

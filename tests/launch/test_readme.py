@@ -169,6 +169,7 @@ def test_the_preflight_of_the_machine(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "lines"),

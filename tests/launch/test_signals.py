@@ -74,6 +74,7 @@ def test_ctrl_c_while_the_parent_imports(project: Project) -> None:
     assert "Interrupted" in ended_by(project, process, signal.SIGINT).err
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_while_the_ranks_import(project: Project) -> None:
     process = project.start("recipe=mine", "trainer.fault=sleep")
     project.wait_for(lambda: len(project.ranks()) == 2, "the start of the ranks")

@@ -34,6 +34,7 @@ def test_the_command_writes_a_row_for_each_workload(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_unknown_workload_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.step_cost", "mpl", "--results", str(tmp_path)]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -43,6 +44,7 @@ def test_an_unknown_workload_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_a_save_costs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.checkpoint_hold", "--megabytes", "2", "--rounds", "2"]
     subprocess.run([*command, "--results", str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=100)

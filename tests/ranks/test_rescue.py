@@ -38,7 +38,7 @@ def test_one_rank_raises_in_its_step(culprit: int) -> None:
     assert_exact(Setting(rescued=True), [At(8, rank=culprit), At(13, rank=culprit)], 2)
 
 
-@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
 def test_one_of_four_raises(culprit: int) -> None:
     """Above two ranks a new process adds up its first gradients in another order, so the last bits may differ."""
     setting = Setting(epoch_samples=46 * 4, rescued=True)
@@ -57,10 +57,13 @@ def test_one_of_four_raises(culprit: int) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        Setting(accumulate=3, rescued=True),
-        Setting(workers=2, rescued=True),
+        pytest.param(Setting(accumulate=3, rescued=True), marks=pytest.mark.exhaustive),
+        pytest.param(Setting(workers=2, rescued=True), marks=pytest.mark.exhaustive),
         Setting(precision=FP16, rescued=True),
-        Setting(given={"strategy": safetrain.DDPStrategy(broadcast_buffers=False)}, rescued=True),
+        pytest.param(
+            Setting(given={"strategy": safetrain.DDPStrategy(broadcast_buffers=False)}, rescued=True),
+            marks=pytest.mark.exhaustive,
+        ),
         Setting(given={"optimizer": partial(torch.optim.AdamW, lr=0.01), "scheduler": None}, rescued=True),
     ],
     ids=["accumulation", "workers", "fp16", "own_buffers", "adamw"],

@@ -132,15 +132,15 @@ class UnderLoad(Slow):
 
 CASES = [
     SlowFirstStep,
-    SlowBuild,
+    pytest.param(SlowBuild, marks=pytest.mark.exhaustive),
     LongValidation,
-    LongFirstValidationStep,
+    pytest.param(LongFirstValidationStep, marks=pytest.mark.exhaustive),
     SlowButMoving,
-    SlowerAndSlower,
+    pytest.param(SlowerAndSlower, marks=pytest.mark.exhaustive),
     Section,
     HoldsTheInterpreter,
-    AtThePrompt,
-    UnderLoad,
+    pytest.param(AtThePrompt, marks=pytest.mark.exhaustive),
+    pytest.param(UnderLoad, marks=pytest.mark.exhaustive),
 ]
 
 
