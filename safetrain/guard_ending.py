@@ -36,6 +36,7 @@ from safetrain.retelling import retold, spread
 from safetrain.run_script import without_our_frames
 from safetrain.stacks import stack_of, user_frame
 from safetrain.verdict import Verdict, published
+from safetrain.watched import RankZeroIsDone
 from safetrain.words import call_in_words, ranks_in_words
 
 T = TypeVar("T")
@@ -148,7 +149,10 @@ class Ending:
                 gone = [one for one in ended if not board.left(one.rank)]
         except Exception:  # the store went with rank 0, which served it
             failed = published(self._run_dir) is not None
-            gone = [] if failed or self._rank_0_is_done() else ended
+            done = self._rank_0_is_done()
+            gone = [] if failed or done else ended
+            if done and not failed:
+                raise RankZeroIsDone from None
             if not failed and not gone:
                 raise
         if not failed and not gone:

@@ -26,7 +26,7 @@ from safetrain.retelling import retold, spread
 from safetrain.stacks import ENDED, answer_signals, state_of
 from safetrain.stalled import judge_alone
 from safetrain.testimony import Testimony
-from safetrain.watched import Loop, Watched
+from safetrain.watched import Loop, RankZeroIsDone, Watched
 
 logger = logging.getLogger("safetrain")
 
@@ -103,6 +103,8 @@ class Watch:
                 self._patience.look(time.monotonic())
                 self._look()
             self._board.leave(self._watched.left)
+        except RankZeroIsDone:
+            return  # the guard goes on alone
         except Exception:  # a store that is gone, mostly; the guard goes on alone
             if not self._stopped.is_set():
                 logger.warning("rank %d: its watchdog can't reach the other ranks' any more", self._rank, exc_info=True)

@@ -17,6 +17,10 @@ from safetrain.verdict import Verdict
 from safetrain.whereabouts import note_whereabouts
 
 
+class RankZeroIsDone(Exception):
+    """The script has ended well on rank 0, which served what all ranks share: there is nobody to ask any more."""
+
+
 class Watched(Protocol):
     """What is watched: the loop of this process, or a script that knows nothing of it.
 
