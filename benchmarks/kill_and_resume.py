@@ -35,6 +35,7 @@ import torch
 
 from benchmarks.table import cpu_model
 from safetrain.checkpoint import find, read
+from safetrain.observer import OF_THE_MACHINE
 from safetrain.testing import differences
 
 MODULE = """
@@ -129,14 +130,14 @@ def kill(process: subprocess.Popen[bytes], chance: random.Random) -> str:
 
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run told, but for the times."""
+    """What a run told, but for times and memory."""
     told = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     for event in told:
         event.pop("time")
         metrics = event.get("metrics", {})
-        for name in [name for name in metrics if name.startswith(("train/samples_per_s", "time/"))]:
+        for name in [name for name in metrics if name.startswith(("train/samples_per_s", "time/", "memory/"))]:
             del metrics[name]
-    return [event for event in told if event["kind"] not in ("start", "timing")]
+    return [event for event in told if event["kind"] not in ("start", *OF_THE_MACHINE)]
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def test_a_sweep_on_another_engine(folder: Path, engine: str, lines: int) -> Non
     shown = run(command(rf"python -m safetrain -m .*hydra/{engine}.*") + shorter, folder)
     assert len(list(run_directories(folder))) == 2
     rows = [
-        line for line in shown.splitlines() if re.match(r"best: 0\.\d+ |.*recipe=spirals.*  0\.\d+  outputs/", line)
+        line for line in shown.splitlines() if re.match(r"best: 0\.\d+ |.*recipe=spirals.*  0\.\d+ +outputs/", line)
     ]
     assert len(rows) == lines
 
