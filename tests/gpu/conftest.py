@@ -11,11 +11,9 @@ from safetrain.comm import Comm
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Comm]:
+def gpu() -> Iterator[Comm]:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
     comm = Comm.join(device="cuda")
     yield comm
     comm.leave()
