@@ -34,23 +34,26 @@ from benchmarks.workloads import RANKS, WORKLOADS, Workload
 from safetrain.comm import Comm
 
 DEFAULT = ("mlp_4ms", "mlp_4ms_accumulate", "mlp_4ms_bf16", "mlp_4ms_fp16", "resnet", "gpt", "gpt_accumulate")
-WARMUP_STEPS = 10
+WARMUP_STEPS, BLOCK_STEPS = 10, 10
 
 
 class Stopwatch:
-    """Measures from the tick that opens step ``first`` to the one that opens step ``last``."""
+    """Measures blocks of ten steps, from tick to tick; what is done every ten steps is in each of them."""
 
-    def __init__(self, first: int, last: int) -> None:
-        self._first, self._last = first, last
+    def __init__(self, first: int, accumulate: int, blocks: int) -> None:
+        self._marks = {(first + n * BLOCK_STEPS) * accumulate for n in range(blocks + 1)}
         self._ticks = 0
-        self.cost = Cost(0.0, 0.0)
+        self._at: list[Cost] = []
 
     def tick(self) -> None:
-        if self._ticks == self._first:
-            self._cpu, self._wall = time.process_time(), time.perf_counter()
-        elif self._ticks == self._last:
-            self.cost = Cost(time.process_time() - self._cpu, time.perf_counter() - self._wall)
+        if self._ticks in self._marks:
+            self._at.append(Cost(time.process_time(), time.perf_counter()))
         self._ticks += 1
+
+    def cost(self) -> Cost:
+        """Seconds a step: the median over blocks, since a shared machine disturbs some of them."""
+        pairs = list(zip(self._at, self._at[1:], strict=False))
+        return Cost(*(statistics.median(b[part] - a[part] for a, b in pairs) / BLOCK_STEPS for part in (0, 1)))
 
 
 def run_rank(work: Workload, names: Sequence[str], steps: int, rounds: int) -> dict[str, Any]:
@@ -63,7 +66,7 @@ def run_rank(work: Workload, names: Sequence[str], steps: int, rounds: int) -> d
         for name in (*names[turn:], *names[:turn]):
             if isinstance(found[name], str):
                 continue
-            watch = Stopwatch(WARMUP_STEPS * work.accumulate, (WARMUP_STEPS + steps) * work.accumulate)
+            watch = Stopwatch(WARMUP_STEPS, work.accumulate, steps // BLOCK_STEPS)
             try:
                 model = quietly(CONTENDERS[name], work, WARMUP_STEPS + steps + 1, watch.tick)
             except CannotDo as refused:
@@ -71,7 +74,7 @@ def run_rank(work: Workload, names: Sequence[str], steps: int, rounds: int) -> d
                 continue
             weights[name] = [parameter.detach().clone() for parameter in model.parameters()]
             if number:
-                found[name].append((watch.cost.cpu_s / steps, watch.cost.wall_s / steps))
+                found[name].append(watch.cost())
         for name, mine in weights.items():
             if name in SAME_SHARES or not work.batch_norm:
                 check_same(name, mine, weights["bare loop"], tolerance=1e-5 if work.dtype is torch.float32 else 1e-3)
@@ -114,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("workloads", nargs="*", metavar="workload", help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), metavar="name")
-    parser.add_argument("--steps", type=int, default=100, help="measured optimizer steps a turn")
+    parser.add_argument("--steps", type=int, default=100, help="measured optimizer steps a turn, in blocks of 10")
     parser.add_argument("--rounds", type=int, default=10, help="rounds, each with a turn of every contender")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="where the page goes")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)

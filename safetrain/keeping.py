@@ -100,8 +100,16 @@ class Keeper:
 
         Raises:
             Preempted: as ``window_done`` does; not at the run's own end.
+            UsageError: as ``metric_in`` does; the epoch is saved, it is not to be lost over a name.
         """
-        metric = metric_in(validation, self._options.metric)
+        try:
+            metric = metric_in(validation, self._options.metric)
+        except UsageError as error:
+            self._save(step, epochs, None)
+            self.finish()
+            if self._checkpoints is None:
+                raise
+            raise together(UsageError(f"{error} The epoch is saved: correct the name, and add resume=auto.")) from None
         every = self._options.every_epochs
         if self._planned or self._agreed or (every and epochs % every == 0) or (last and self._options.at_end):
             self._save(step, epochs, metric)

@@ -63,7 +63,7 @@ def test_what_a_save_costs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_step_beside_the_trainers_that_are_installed(tmp_path: Path) -> None:
     """Here without the extra ``bench``: the hand-written loop and safetrain; their weights are compared, too."""
-    command = [sys.executable, "-m", "benchmarks.peers", "mlp", "--steps", "3", "--rounds", "2"]
+    command = [sys.executable, "-m", "benchmarks.peers", "mlp", "--steps", "20", "--rounds", "2"]
     options = ["--contenders", "bare loop", "safetrain", "--results", str(tmp_path)]
     subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True, timeout=100)
     (page,) = tmp_path.iterdir()

@@ -32,7 +32,7 @@ from tests.ranks.resuming import (
     learner,
     straight,
 )
-from tests.ranks.toys import CLASSES, FEATURES, momentum_sgd
+from tests.ranks.toys import CLASSES, FEATURES, Classifier, dataset, mlp, momentum_sgd
 
 THREE_EPOCHS = safetrain.Loop(epochs=3, log_every_steps=4)
 EVERY_SAMPLE = safetrain.Loader(batch_size=4, drop_last=False)
@@ -362,3 +362,30 @@ def test_through_files(tmp_path: Path, asynchronous: bool) -> None:
         assert Checkpoints(run_dir / "checkpoints", comm, options).load("auto").step == trainer.step
 
     run_ranks(work, 2, timeout_s=60)
+
+
+def _mistyped(comm: Comm, run_dir: Path) -> tuple[str, int, int]:
+    def run(metric: str, resume: str) -> tuple[str, int]:
+        trainer = Classifier(
+            mlp(), dataset(64), dataset(16), optimizer=momentum_sgd, loop=safetrain.Loop(epochs=2),
+            loader=safetrain.Loader(batch_size=4), run_dir=run_dir, resume=resume, device="cpu",
+            checkpoint=safetrain.Checkpoint(metric=metric),
+        )  # fmt: skip
+        try:
+            return "", trainer.fit().step
+        except safetrain.UsageError as error:
+            return str(error), trainer.step
+
+    told, step = run("val/acc", "none")
+    return told, step, run("val/accuracy", "auto")[1]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_metric_that_is_mistyped_does_not_cost_the_epoch(tmp_path: Path, world_size: int) -> None:
+    steps = 64 // world_size // 4
+    for told, step, in_all in run_ranks(_mistyped, world_size, tmp_path):
+        assert told.startswith("metric=val/acc: validation did not log it. Did you mean val/accuracy?")
+        assert told.endswith("The epoch is saved: correct the name, and add resume=auto.")
+        assert (step, in_all) == (steps, 2 * steps)
+    saved = {path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("step_")}
+    assert saved == {f"step_{steps}", f"step_{2 * steps}"}
