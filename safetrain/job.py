@@ -20,6 +20,7 @@ from safetrain.environ import Variable, announce
 from safetrain.errors import ConfigError, Preempted, SafetrainError
 from safetrain.failed import verdict_on
 from safetrain.failure import read_failures
+from safetrain.injection import marked_as_trial
 from safetrain.launch import Ended, launch, number_of_ranks
 from safetrain.machines import environment_of, lost_in_words, verdict_on_machines
 from safetrain.orders import FAILED, JobEnded, Outcome, Published, TrainingFailed, exit_code_of
@@ -115,7 +116,7 @@ def _attempt(config: Config, crew: Alone | Leader) -> str:
         if by.number == signal.SIGTERM and (run_dir / "result.json").exists():  # it came as the job was done
             return ""
         text, code = _interrupted(by, config, share.world_size)
-        raise JobEnded(f"{text}{_where(by)}", code)
+        raise JobEnded(f"{marked_as_trial(text)}{_where(by)}", code)
     if ended.ok and not crew.lost and all(report.ok for report in reports) and (run_dir / "result.json").exists():
         return ""
     # the ranks, or a watchdog, may have said all
