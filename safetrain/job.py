@@ -25,7 +25,7 @@ from safetrain.launch import Ended, launch, number_of_ranks
 from safetrain.machines import environment_of, lost_in_words, verdict_on_machines
 from safetrain.orders import FAILED, JobEnded, Outcome, Published, TrainingFailed, exit_code_of
 from safetrain.rank_log import fresh_line
-from safetrain.run_dir import occupied, shown
+from safetrain.run_dir import occupied, passed_over, shown
 from safetrain.signals import Interrupted
 from safetrain.verdict import last_checkpoint, newest_checkpoint, published, put_away
 
@@ -61,6 +61,8 @@ def _train(config: Config, variables: Sequence[Variable], crew: Alone | Leader) 
         ranks, machines = crew.shares[0].world_size, len(crew.shares)
         where = f" on {machines} machines" if machines > 1 else ""
         print(f"{config.name}: {ranks} rank{'s' if ranks > 1 else ''}{where}, {shown(run_dir)}", flush=True)
+        if passed := passed_over(run_dir):
+            print(passed, flush=True)
         announce(variables, run_dir)
         failed = _attempt(config, crew)
         for number in range(1, config.launch.max_restarts + 1):
