@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from safetrain.observer import Observer as Observer
     from safetrain.observer import RunInfo as RunInfo
     from safetrain.policies import Policies as Policies
+    from safetrain.precision import BF16 as BF16
+    from safetrain.precision import FP16 as FP16
+    from safetrain.precision import FP32 as FP32
     from safetrain.report import Result as Result
     from safetrain.strategy import DDPStrategy as DDPStrategy
     from safetrain.strategy import FSDPStrategy as FSDPStrategy
@@ -49,6 +52,7 @@ if not os.path.isdir(os.path.join(_HERE, "configs")):  # noqa: PTH112, PTH118
 
 _HOMES = {
     "Audit": "config",
+    "BF16": "precision",
     "Checkpoint": "config",
     "CheckpointError": "errors",
     "Comm": "comm",
@@ -57,6 +61,8 @@ _HOMES = {
     "DDPStrategy": "strategy",
     "DataError": "errors",
     "Event": "observer",
+    "FP16": "precision",
+    "FP32": "precision",
     "FSDPStrategy": "strategy",
     "Loader": "config",
     "Loop": "config",

@@ -14,8 +14,9 @@
     limit_s    seconds from the fault until everything is ended by hand (60)
     report     a file for the outcome as JSON
 
-All other arguments are the job's own. What the job prints is passed on; the outcome is one line at the end. Exit codes:
-0 the job went on, or ended by itself with nothing left behind and the culprit named; 1 it did not; 2 wrong argument.
+All other arguments are the job's own; it writes below outputs/chaos, where no run goes on, unless hydra.run.dir is
+given. What the job prints is passed on; the outcome is one line at the end. Exit codes: 0 the job went on, or ended by
+itself with nothing left behind and the culprit named; 1 it did not; 2 wrong argument.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from safetrain.faults import FAULTS
 from safetrain.injection import LAUNCHER, PLACES, Fault
 
 _LAUNCHERS = ("local", "torchrun")
+_RUN_DIR = "hydra.run.dir="
+_APART = '"${run_dir:outputs/chaos/${name}}"'  # never a run's own directory, whatever `resume` says
 _KEYS = ("fault", "at", "rank", "step", "ranks", "launcher", "limit_s", "report")
 _START_LIMIT_S = 300  # until the fault strikes: imports, the first steps
 _POLL_S = 0.01
@@ -116,7 +119,7 @@ def strike(fault: Fault, ranks: int, launcher: str, job: Sequence[str], limit_s:
         note = Path(folder, "note")
         armed = Fault(fault.what, fault.at, fault.rank, fault.step, str(note))
         with subprocess.Popen(
-            _command(launcher, ranks, job),
+            _command(launcher, ranks, _apart(job)),
             env=os.environ | armed.to_environment(),
             stderr=subprocess.PIPE,
             start_new_session=True,
@@ -215,6 +218,11 @@ def _command(launcher: str, ranks: int, job: Sequence[str]) -> list[str]:
     return [sys.executable, *torchrun, "-m", "safetrain", *job]
 
 
+def _apart(job: Sequence[str]) -> list[str]:
+    """The job in a directory that no run goes on from."""
+    return [*job] if any(argument.startswith(_RUN_DIR) for argument in job) else [*job, f"{_RUN_DIR}{_APART}"]
+
+
 def _pass_on(stream: IO[bytes], said: bytearray) -> None:
     for line in stream:
         said += line
@@ -247,6 +255,8 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Our own arguments by name, and the job's."""
     ours: dict[str, str] = {}
     job = []
+    if {"-m", "--multirun"} & set(arguments):
+        raise ConfigError("a trial is of one job: leave out -m, and give each value of a sweep by itself")
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if equals and key == "launch.nproc_per_node":

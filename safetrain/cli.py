@@ -27,7 +27,7 @@ from safetrain.cluster import folder_of_follower, launch_said, starts_ranks, wan
 from safetrain.errors import ConfigError, SafetrainError, UsageError
 from safetrain.orders import FAILED, OK, WRONG
 from safetrain.rank_log import complain
-from safetrain.run_dir import forget_restart, note_for_restart, occupied, run_before_restart, shown
+from safetrain.run_dir import forget_restart, note_for_restart, occupied, passed_over, run_before_restart, shown
 from safetrain.scheduler import placement
 
 if TYPE_CHECKING:
@@ -177,5 +177,7 @@ def _compose_for_ranks(arguments: Sequence[str], held: ExitStack) -> str:
         prepare(config)
         note_for_restart(config.run_dir)
         print(f"{config.name}: {os.environ['WORLD_SIZE']} ranks, {shown(Path(config.run_dir))}", flush=True)
+        if passed := passed_over(Path(config.run_dir)):
+            print(passed, flush=True)
         announce(settled, Path(config.run_dir), started=True)
     return configs[0].to_yaml() if configs else ""

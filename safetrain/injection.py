@@ -38,6 +38,16 @@ _METHODS = (
 PLACES = (*_METHODS, "rank_zero", "dataset", "collate", "backward", "optimizer", LAUNCHER)
 
 
+_TRIAL = "This was a trial (safetrain.chaos): go on with a run of your own, not with this one."
+
+
+def marked_as_trial(text: str) -> str:
+    """What is said at a job's end; where it says how to go on, with a word against going on with a trial."""
+    if ENVIRONMENT not in os.environ or "resume=auto" not in text or _TRIAL in text:
+        return text
+    return f"{text.rstrip()}\n\n{_TRIAL}\n"
+
+
 @dataclass(frozen=True)
 class Fault:
     """What happens, where, on which rank (-1: the last), from which step on.

@@ -20,11 +20,12 @@ from safetrain.environ import Variable, announce
 from safetrain.errors import ConfigError, Preempted, SafetrainError
 from safetrain.failed import verdict_on
 from safetrain.failure import read_failures
+from safetrain.injection import marked_as_trial
 from safetrain.launch import Ended, launch, number_of_ranks
 from safetrain.machines import environment_of, lost_in_words, verdict_on_machines
 from safetrain.orders import FAILED, JobEnded, Outcome, Published, TrainingFailed, exit_code_of
 from safetrain.rank_log import fresh_line
-from safetrain.run_dir import occupied, shown
+from safetrain.run_dir import occupied, passed_over, shown
 from safetrain.signals import Interrupted
 from safetrain.verdict import last_checkpoint, newest_checkpoint, published, put_away
 
@@ -60,6 +61,8 @@ def _train(config: Config, variables: Sequence[Variable], crew: Alone | Leader) 
         ranks, machines = crew.shares[0].world_size, len(crew.shares)
         where = f" on {machines} machines" if machines > 1 else ""
         print(f"{config.name}: {ranks} rank{'s' if ranks > 1 else ''}{where}, {shown(run_dir)}", flush=True)
+        if passed := passed_over(run_dir):
+            print(passed, flush=True)
         announce(variables, run_dir)
         failed = _attempt(config, crew)
         for number in range(1, config.launch.max_restarts + 1):
@@ -115,7 +118,7 @@ def _attempt(config: Config, crew: Alone | Leader) -> str:
         if by.number == signal.SIGTERM and (run_dir / "result.json").exists():  # it came as the job was done
             return ""
         text, code = _interrupted(by, config, share.world_size)
-        raise JobEnded(f"{text}{_where(by)}", code)
+        raise JobEnded(f"{marked_as_trial(text)}{_where(by)}", code)
     if ended.ok and not crew.lost and all(report.ok for report in reports) and (run_dir / "result.json").exists():
         return ""
     # the ranks, or a watchdog, may have said all

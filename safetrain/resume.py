@@ -135,6 +135,8 @@ class Resumption:
         state.load_shared(saved.shared)
         replicas.run(saved.step)
         state.load_own(saved.own, world_size)
+        if trainer.comm.rank == 0 and (over := over_in_words(trainer)):
+            logger.info("%s", over)
 
     def _filled(self, comm: Comm, place: Place) -> Saved:
         if not self.left:
@@ -167,11 +169,25 @@ def find_checkpoint(
         raise UsageError(f"resume={where}: a run without a run directory has no checkpoints; give run_dir")
     saved = checkpoints.load(where, leave) if leave else checkpoints.load(where)
     if saved is None:
+        logger.info("resume=%s: nothing to go on from: it begins anew", where)
         return None
     if run_dir is not None and saved.path.parent.resolve() != (run_dir / "checkpoints").resolve():
         report = {**saved.shared["report"], "events": 0}  # another run's: this one's have yet to be told
         saved = replace(saved, shared={**saved.shared, "report": report})
     return Resumption(saved, bool(leave))
+
+
+def over_in_words(trainer: Trainer) -> str:
+    """What makes a run train on whose checkpoint was its last; empty where it is not over."""
+    loop, longer = trainer.loop, list[str]()
+    if trainer.epoch >= loop.epochs:
+        longer.append(f"loop.epochs={2 * trainer.epoch}")
+    if loop.max_steps is not None and trainer.step >= loop.max_steps:
+        longer.append(f"loop.max_steps={2 * trainer.step}")
+    if not (longer or trainer._stopped):
+        return ""
+    more = "stop() has ended it" if trainer._stopped else f"{' '.join(longer)} trains on"
+    return f"already done: {trainer.step} steps; {more}"
 
 
 def ranks_changed(before: int, now: int) -> list[str]:

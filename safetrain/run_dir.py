@@ -18,6 +18,7 @@ logger = logging.getLogger("safetrain")
 
 _CHECKPOINTS, _LOCK = "checkpoints", ".lock"
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_passed_over: dict[Path, str] = {}  # by the run directory that was chosen
 
 
 def choose_run_dir(parent: str, resume: str = "none") -> str:
@@ -27,11 +28,21 @@ def choose_run_dir(parent: str, resume: str = "none") -> str:
     is the directory of a run: that one. Else, or where there is no such run, a new ``parent/<date>_<time>``.
     """
     if resume == "auto":
-        found = _last_saved(Path(parent))
-        return _new(Path(parent)) if found is None else str(found)
+        found, newest = _last_saved(Path(parent)), _last_begun(Path(parent))
+        chosen = _new(Path(parent)) if found is None else str(found)
+        goes_on = "it begins anew" if found is None else f"going on with {shown(found)}"
+        _passed_over[Path(chosen).absolute()] = (
+            "" if newest in (None, found) else f"{shown(newest)} {_why_not(newest)}: {goes_on}"
+        )
+        return chosen
     if resume != "none" and (Path(resume) / _CHECKPOINTS).is_dir():
         return resume
     return _new(Path(parent))
+
+
+def passed_over(run_dir: Path) -> str:
+    """Why ``resume=auto`` did not take the run that began last but ``run_dir``, in a line; empty where it did."""
+    return _passed_over.get(run_dir.absolute(), "")
 
 
 def shown(path: Path) -> str:
@@ -110,6 +121,18 @@ def _new(parent: Path) -> str:
 def _last_saved(parent: Path) -> Path | None:
     saved = sorted(parent.glob(f"*/{_CHECKPOINTS}"), key=lambda folder: folder.stat().st_mtime, reverse=True)
     return next((folder.parent for folder in saved if any(folder.glob("step_*")) and not _in_use(folder.parent)), None)
+
+
+def _last_begun(parent: Path) -> Path | None:
+    """The run whose job was the last to write its config."""
+    begun = sorted(parent.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime)
+    return begun[-1].parent if begun else None
+
+
+def _why_not(run_dir: Path) -> str:
+    if not any((run_dir / _CHECKPOINTS).glob("step_*")):
+        return "has no checkpoint"
+    return "is another job's at this time" if _in_use(run_dir) else "was not the last to save"
 
 
 def _in_use(run_dir: Path) -> bool:

@@ -22,8 +22,9 @@ from safetrain.checkpoint import Checkpoints
 from safetrain.comm import Comm, How
 from safetrain.config import Audit, Checkpoint, Loader, Loop, Preflight, Watchdog
 from safetrain.contain import Loss
-from safetrain.errors import DataError, Preempted, UsageError
+from safetrain.errors import DataError, Preempted
 from safetrain.evaluation import validate
+from safetrain.given import as_path, check_given, observers_of
 from safetrain.metrics import MetricLog
 from safetrain.observer import Observer
 from safetrain.peers import someone_failed
@@ -89,25 +90,22 @@ class Trainer:
         observers: Sequence[Observer] = (),
         seed: int = 0,
         device: str = "auto",
-        run_dir: Path | None = None,
+        run_dir: str | Path | None = None,
         name: str = "",
         config_text: str = "",
     ) -> None:
-        if type(self).training_step is Trainer.training_step:
-            raise UsageError(
-                f"{type(self).__name__} has no training_step(self, batch): write one that returns the loss"
-            )
         self._given_model, self._given_train_data, self._given_val_data = model, train_data, val_data
         self._given_optimizer, self._given_scheduler = optimizer, scheduler
         self.loop, self.loader = loop or Loop(), loader or Loader()
         self.precision, self.strategy = precision or FP32(), strategy or DDPStrategy()
-        self.policies, self.observers = policies or Policies(), tuple(observers)
+        self.policies, self.observers = policies or Policies(), observers_of(observers)
         self.watchdog, self.audit = watchdog or Watchdog(), audit or Audit()
         self.checkpoint, self.resume, self.preflight = checkpoint or Checkpoint(), resume, preflight or Preflight()
-        self.seed, self.device, self.run_dir, self.name = seed, device, run_dir, name or type(self).__name__
+        self.seed, self.device, self.run_dir, self.name = seed, device, as_path(run_dir), name or type(self).__name__
         self.metrics: dict[str, float] = {}
         self.config_text, self._log = config_text, MetricLog()
         self._stopped = self._stop_wanted = False
+        check_given(self, unwritten=Trainer.training_step)
 
     # --- what a user overrides --------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ import torch
 
 from safetrain import __version__, machine, page
 from safetrain.failure import is_user_file
+from safetrain.injection import marked_as_trial
 from safetrain.orders import FAILED, Published
 from safetrain.shelf import Shelf
 from safetrain.stacks import Frame
@@ -77,7 +78,7 @@ class Verdict:
             [] if run_dir is None else self._where_the_rest_is(run_dir),
         ]
         filled = ["\n".join(line for line in lines if line) for lines in paragraphs]
-        return "\n\n".join(text for text in filled if text) + "\n"
+        return marked_as_trial("\n\n".join(text for text in filled if text) + "\n")
 
     def _where_the_rest_is(self, run_dir: Path) -> Sequence[str]:
         logs = [(rank, run_dir / "logs" / f"rank_{rank}.log") for rank in self.culprits[:_LOGS_TOLD]]

@@ -42,6 +42,7 @@ def test_the_public_names() -> None:
     assert list(safetrain.__all__) == sorted(safetrain.__all__)
     assert list(safetrain.__all__) == [
         "Audit",
+        "BF16",
         "Checkpoint",
         "CheckpointError",
         "Comm",
@@ -50,6 +51,8 @@ def test_the_public_names() -> None:
         "DDPStrategy",
         "DataError",
         "Event",
+        "FP16",
+        "FP32",
         "FSDPStrategy",
         "Loader",
         "Loop",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +63,16 @@ def test_tune_tries_ways_and_leaves_nothing(folder: Path) -> None:
 
 
 def script(_comm: Any, folder: Path) -> list[str]:
-    import sys
-
+    os.chdir(folder)
     sys.path.insert(0, str(folder))
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-    exec(block, {"run_dir": folder / "mine"})
-    return [path.name for path in (folder / "mine" / "traces").iterdir()]
+    exec(block, {})
+    return [path.name for path in Path("outputs/mine/traces").iterdir()]
 
 
 def test_the_script_does_the_same(folder: Path) -> None:
     run_ranks(script, 2, folder)
-    assert lanes(folder / "mine/traces/steps_20-24.json.gz") == ["rank 0", "rank 1"]
+    assert lanes(folder / "outputs/mine/traces/steps_20-24.json.gz") == ["rank 0", "rank 1"]
 
 
 def test_nsight_needs_a_gpu() -> None:

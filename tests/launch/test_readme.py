@@ -226,6 +226,7 @@ def test_a_fault_on_purpose(folder: Path, start: str, told: str) -> None:
     outcome = run(command(start), folder).splitlines()[-1]
     assert re.search(r": ended after [\d.]+ s, exit code 1, named$", outcome)
     (run_dir,) = run_directories(folder)
+    assert run_dir.parent == folder / "outputs/chaos/spirals"
     assert told in (run_dir / "failure.txt").read_text().splitlines()[0]
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
+import safetrain
 from safetrain.comm import Comm
 from safetrain.testing import run_ranks
 from tests.ranks.toys import assert_close, assert_same
@@ -75,7 +77,22 @@ def test_both_sides_come_to_the_same_weights(page: str, tmp_path: Path, monkeypa
 
 
 def test_a_page_has_both_sides() -> None:
-    assert {page: len(python_blocks(page)) for page in NEEDS} == dict.fromkeys(NEEDS, 2) | {"hf_trainer": 3}
+    assert {page: len(python_blocks(page)) for page in NEEDS} == dict.fromkeys(NEEDS, 3) | {"hf_trainer": 4}
+
+
+@pytest.mark.parametrize("page", NEEDS)
+def test_a_page_gives_a_script_what_a_config_has(page: str) -> None:
+    class Spirals(safetrain.Trainer):
+        def training_step(self, batch: Any) -> None:
+            return None
+
+    names: dict[str, Any] = {"Spirals": Spirals}
+    exec(compile(python_blocks(page)[-1], f"docs/from_{page}.md", "exec"), names)
+    trainer = names["trainer"]
+    config = yaml.safe_load((ROOT / "configs/observers/default.yaml").read_text())
+    given = [f"safetrain.telemetry.{type(one).__name__}" for one in trainer.observers]
+    assert given == [node["_target_"] for node in config.values()]
+    assert trainer.run_dir == Path("outputs/mine")
 
 
 def test_a_model_of_transformers() -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,19 @@ def test_a_longer_run_goes_on_where_a_shorter_one_ended(world_size: int, max_ste
     run_ranks(work, world_size, timeout_s=60)
 
 
+@contextmanager
+def said_by_safetrain() -> Iterator[list[str]]:
+    lines: list[str] = []
+    logger, handler = logging.getLogger("safetrain"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
 @pytest.mark.parametrize("max_steps", [None, 7])
 def test_a_run_that_is_over_only_ends_again(max_steps: int | None) -> None:
     setting = Setting(given={"loop": safetrain.Loop(epochs=2, log_every_steps=4, max_steps=max_steps)})
@@ -192,9 +206,13 @@ def test_a_run_that_is_over_only_ends_again(max_steps: int | None) -> None:
         history, steps = History(), dict[int, bytes]()
         first = learner(setting, comm, history, MemoryCheckpoints(comm, steps)).fit()
         seen, told, count = list(history.seen), history.lines(), len(steps)
-        again = learner(setting, comm, history, MemoryCheckpoints(comm, steps), resume="auto").fit()
+        with said_by_safetrain() as lines:
+            again = learner(setting, comm, history, MemoryCheckpoints(comm, steps), resume="auto").fit()
         assert again == first
         assert (history.seen, history.lines(), len(steps)) == (seen, told, count)
+        longer = "loop.epochs=4 trains on" if max_steps is None else "loop.max_steps=14 trains on"
+        over = f"already done: {first.step} steps; {longer}"
+        assert lines.count(over) == (comm.rank == 0)
 
     run_ranks(work, 2, timeout_s=60)
 

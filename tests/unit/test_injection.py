@@ -15,6 +15,7 @@ from safetrain import chaos, data, injection
 from safetrain.config import Loader
 from safetrain.faults import FAULTS
 from safetrain.injection import PLACES, Fault, inject
+from safetrain.verdict import Verdict
 
 
 class Recipe(SimpleNamespace):
@@ -86,12 +87,26 @@ def test_a_fault_travels_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         (["fault=raise", "launcher=torchrum"], "launcher=torchrum: no such choice. Did you mean torchrun?"),
         (["fault=raise", "launch.nproc_per_node=4"], "launch.nproc_per_node=4: here it is ranks=4"),
         (["fault=raise", "rank=2"], "rank=2: there are 2 ranks. Allowed: -2 to 1."),
+        (["fault=raise", "-m", "optimizer.lr=1,2"], "a trial is of one job: leave out -m"),
         (["fault=raise", "step=two"], "step=two: must be a whole number"),
     ],
 )
 def test_a_wrong_argument(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_trial_writes_where_no_run_goes_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reported by a new user: a later resume=auto of that name went on from the trial's checkpoint."""
+    job = ["recipe=mine", "name=x", "resume=auto"]
+    assert chaos._apart(job) == [*job, 'hydra.run.dir="${run_dir:outputs/chaos/${name}}"']
+    assert chaos._apart([*job, "hydra.run.dir=here"]) == [*job, "hydra.run.dir=here"]
+    verdict = Verdict("Training failed on rank 1.", kept="The last checkpoint is step_2: go on with resume=auto.")
+    assert "trial" not in verdict.text(None)
+    monkeypatch.setenv(injection.ENVIRONMENT, "{}")
+    assert verdict.text(None).endswith(f"resume=auto.\n\n{injection._TRIAL}\n")
+    assert injection.marked_as_trial(verdict.text(None)) == verdict.text(None)
+    assert "trial" not in Verdict("Training failed on rank 1.").text(None)
 
 
 def test_without_arguments_the_faults_and_the_places_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from safetrain.errors import UsageError
-from safetrain.run_dir import choose_run_dir, forget_restart, note_for_restart, occupied, run_before_restart
+from safetrain.run_dir import (
+    choose_run_dir,
+    forget_restart,
+    note_for_restart,
+    occupied,
+    passed_over,
+    run_before_restart,
+)
 
 
 def saved_run(parent: Path, name: str, at_s: float) -> Path:
@@ -36,6 +43,28 @@ def test_auto_is_the_run_that_was_the_last_to_save(tmp_path: Path) -> None:
     with occupied(tmp_path / "b"):
         assert choose_run_dir(str(tmp_path), "auto") == str(tmp_path / "c")
     assert choose_run_dir(str(tmp_path), "auto") == str(tmp_path / "b")
+
+
+def begun(run_dir: Path, at_s: float) -> None:
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.yaml").touch()
+    os.utime(run_dir / "config.yaml", (at_s, at_s))
+
+
+def test_auto_says_which_newer_run_it_passes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reported by a new user: the newest run had saved nothing, and an older one was taken without a word."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    begun(tmp_path / "x" / "c", 300)
+    chosen = choose_run_dir("x", "auto")
+    assert passed_over(Path(chosen)) == "x/c has no checkpoint: it begins anew"
+    begun(saved_run(tmp_path / "x", "a", 100), 90)
+    assert passed_over(Path(choose_run_dir("x", "auto"))) == "x/c has no checkpoint: going on with x/a"
+    begun(saved_run(tmp_path / "x", "b", 200), 400)
+    assert passed_over(Path(choose_run_dir("x", "auto"))) == ""
+    with occupied(tmp_path / "x/b"):
+        assert passed_over(Path(choose_run_dir("x", "auto"))) == "x/b is another job's at this time: going on with x/a"
+    assert passed_over(Path(choose_run_dir("x"))) == ""
 
 
 def test_auto_begins_anew_where_nothing_was_saved(tmp_path: Path) -> None:
