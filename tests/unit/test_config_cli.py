@@ -88,6 +88,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["recipe=mine", "env.MY_OWN=1"], "env.MY_OWN=1: no such key. To add it: +env.MY_OWN=1\n"),
         (["recipe=mine", "vars.a.b=1"], "vars.a.b=1: no such key. To add it: +vars.a.b=1\n"),
         (["recipe=mine", "scheduler.gamma=0.5"], "scheduler.gamma=0.5: no such key: scheduler is null in this recipe."),
+        (
+            ["recipe=mine", "scheduler._target_=torch.optim.lr_scheduler.StepLR"],
+            "To add one: +scheduler._target_=torch.optim.lr_scheduler.StepLR +scheduler._partial_=true\n",
+        ),
+        (
+            ["recipe=mine", "scheduler.gamma=0.5"],
+            "To add one: +scheduler._target_=... +scheduler._partial_=true +scheduler.gamma=0.5\n",
+        ),
         (["recipe=mine", "model.in_features=abc"], "model.in_features='abc': Linear takes a whole number (int) here"),
         (["recipe=mine", "optimizer.lr=abc"], "optimizer.lr='abc': SGD takes a number (float) here"),
         (
@@ -225,6 +233,13 @@ def test_each_tool_has_a_help_of_its_own(
     out, err = capsys.readouterr()
     assert f"python -m safetrain.{name}" in out or f"-m safetrain.{name} " in out
     assert err == ""
+
+
+def test_what_a_recipe_leaves_out_is_added_as_the_refusal_says(run: Run) -> None:
+    target = "+scheduler._target_=torch.optim.lr_scheduler.ExponentialLR"
+    code, out, err = run("recipe=mine", target, "+scheduler._partial_=true", "+scheduler.gamma=0.5", "--cfg", "job")
+    assert (code, err) == (0, "")
+    assert "  _partial_: true\n  gamma: 0.5\n" in out
 
 
 def test_cfg_job_prints_what_will_run(run: Run) -> None:
