@@ -13,7 +13,7 @@ _OF_NO_EFFECT = (
 _FROM_CHECKPOINT = {
     "optimizer": "the optimizer goes on with the checkpoint's values; change its param_groups in Python",
     "scheduler": "the schedule goes on as the checkpoint's",
-    "precision": "the loss scale goes on as the checkpoint's",
+    "precision": "this run's holds from here on, but a loss scale goes on as the checkpoint's",
 }
 
 

@@ -33,10 +33,12 @@ class SafetrainError(Exception):
         together: every rank raises it, or its counterpart, at the same point of the same step, outside of any optimizer
             step: the state of the last whole step can be saved.
         kept: what became of that state, in words.
+        remedy: what has to change before a run can go on from that state; empty where that is said elsewhere.
     """
 
     together = False
     kept = ""
+    remedy = ""
 
 
 class ConfigError(SafetrainError, ValueError):
@@ -106,9 +108,11 @@ class RanksDiffer(SafetrainError):
 class TrainingStopped(SafetrainError):
     """A policy ended the job, on all ranks at the same step."""
 
-    def __init__(self, message: str, *, step: int) -> None:
+    def __init__(self, message: str, *, step: int, remedy: str = "") -> None:
         super().__init__(message)
-        self.step = step
+        self.step, self.remedy = step, remedy
+        if remedy:
+            self.add_note(f"What to do: {remedy}")
 
 
 class SkipBatch(Exception):

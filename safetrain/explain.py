@@ -22,6 +22,8 @@ from safetrain.targets import takes_argument
 
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 """What Hydra raises when a config cannot be composed or resolved."""
+_BUILT = {"model": False, "data.train": False, "data.val": False, "optimizer": True, "scheduler": True}
+"""Keys that a recipe may leave null, and whether what is there is ``_partial_``."""
 
 
 def explain(error: Exception) -> ConfigError:
@@ -74,13 +76,24 @@ def _unknown_key(key: str, node: DictConfig, asked: str) -> ConfigError:
     names = [str(other) for other in node if other != "hydra"]
     is_free = parent.partition(".")[0] in ("env", "vars")
     if parent and not names and not is_free:  # Hydra has made a mapping of it, to set the key in
-        return ConfigError(f"{asked or key}: no such key: {parent} is null in this recipe.")
+        return ConfigError(
+            f"{asked or key}: no such key: {parent} is null in this recipe.{_to_add(parent, name, asked)}"
+        )
     add = f" To add it: +{asked}" if asked else ""
     listed, any_name = _takes(node, parent, name)
     if add and listed:
         return ConfigError(f"{asked}: no such key.{add}")
     unknown = unknown_key(parent, name, names if parent else {*names, *groups()}, asked)
     return ConfigError(f"{unknown}{add}") if any_name or is_free else unknown
+
+
+def _to_add(parent: str, name: str, asked: str) -> str:
+    """The overrides that build what the recipe leaves out."""
+    if parent not in _BUILT or not asked:
+        return ""
+    target = f"+{asked}" if name == "_target_" else f"+{parent}._target_=..."
+    partial = f" +{parent}._partial_=true" if _BUILT[parent] else ""
+    return f" To add one: {target}{partial}{'' if name == '_target_' else f' +{asked}'}"
 
 
 def _takes(node: DictConfig, key: str, name: str) -> tuple[bool, bool]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from safetrain import causes
 from safetrain.errors import Preempted, PreflightError, RanksDiffer
 from safetrain.failure import Exit, Failure, headline, log_end, read_failures, user_lines
-from safetrain.verdict import Verdict
+from safetrain.verdict import Verdict, newest_checkpoint
 from safetrain.words import ranks_in_words
 
 _LOG_LINES = 8
@@ -52,6 +52,8 @@ def verdict_on(
             f"{ranks_in_words(victims).capitalize()} did not fail: ended because {ranks_in_words(sorted(told))} did."
         )
     kept = next((failure.kept for failure in failures if failure.kept), "")
+    if verdict.remedy and not kept and (saved := newest_checkpoint(run_dir)):
+        kept = f"The last checkpoint is {saved}."
     return replace(verdict, others=tuple(others), kept=kept, ranks=(*failures, *silent), world_size=world_size)
 
 
@@ -101,6 +103,7 @@ def _of_records(failures: Sequence[Failure]) -> Verdict:
         batch="; ".join(f"rank {one.rank} was at {one.batch}" for one in failures if one.batch),
         others=tuple(_failed_too(one) for one in failures if one.rank not in same),
         cause=cause,
+        remedy=first.remedy,
         evidence=evidence,
     )
 

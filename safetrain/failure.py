@@ -46,6 +46,7 @@ class Failure:
         culprits: the ranks that failed, where a victim was told which; the odd ones out, where ranks differ.
         batch: the batch that was at hand, in words; ``samples``: all of its keys in the dataset.
         kept: what became of the state of the last whole step, in words.
+        remedy: what to change before the run can go on from there.
         collectives: the rank's last ones (flight_recorder.Collective), where they could be had.
     """
 
@@ -64,6 +65,7 @@ class Failure:
     batch: str = ""
     samples: list[int | str] = field(default_factory=list)
     kept: str = ""
+    remedy: str = ""
     collectives: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -89,6 +91,7 @@ class Failure:
             batch=failed.work.in_words() if failed and failed.work else "",
             samples=failed.work.samples if failed and failed.work else [],
             kept=error.kept if isinstance(error, SafetrainError) else "",
+            remedy=error.remedy if isinstance(error, SafetrainError) else "",
         )
 
     def write(self, run_dir: Path) -> None:

@@ -27,6 +27,7 @@ from safetrain.board import Board
 from safetrain.causes import OTHER_SIZE
 from safetrain.comm import is_communication_error
 from safetrain.departure import be_the_one_who_leaves, leave_now, print_verdict, within
+from safetrain.elastic_report import note_for_torchrun
 from safetrain.failed import verdict_on
 from safetrain.failure import Exit, Failure, headline, read_failures
 from safetrain.flight_recorder import last_collectives
@@ -69,6 +70,7 @@ class Ending:
             self._go(code)
         without_our_frames(error)
         failure = _record(error, self._rank)
+        note_for_torchrun(failure)
         try:
             failure.write(self._run_dir)
             within(_RECORDER_S, lambda: _with_collectives(failure).write(self._run_dir))

@@ -147,13 +147,16 @@ class Keeper:
         try:
             yield
         except SafetrainError as error:
-            # between two epochs nobody knows how far on_epoch_start has come
-            if error.together and self._window.inside_epoch and self._checkpoints and self._options.at_failure_s:
-                error.kept = self._rescue(self._checkpoints, *where())
+            step, epoch = where()
+            # between two epochs nobody knows how far on_epoch_start has come, and before the first step nothing is won
+            whole = error.together and self._window.inside_epoch and step > 0
+            if whole and self._checkpoints and self._options.at_failure_s:
+                go_on = ". As it is, it would come to this again." if error.remedy else ": go on with resume=auto."
+                error.kept = self._rescue(self._checkpoints, step, epoch, go_on)
                 error.add_note(error.kept)
             raise
 
-    def _rescue(self, checkpoints: Checkpoints, step: int, epoch: int) -> str:
+    def _rescue(self, checkpoints: Checkpoints, step: int, epoch: int, go_on: str) -> str:
         """Save the state of the last whole step, in no collective, and say what became of it."""
 
         def take() -> Snapshot:
@@ -168,7 +171,7 @@ class Keeper:
             path = Path(checkpoints.save_at_failure(step, take))
         except CheckpointError as error:
             return f"The state at step {step} is not saved: {error}."
-        return f"The state at step {step} is saved in {path.parent.name}/{path.name}: go on with resume=auto."
+        return f"The state at step {step} is saved in {path.parent.name}/{path.name}{go_on}"
 
     def _settle(self, step: int, epoch: int) -> None:
         if dropped_late := self._window.settle():

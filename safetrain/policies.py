@@ -10,7 +10,20 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from safetrain.ballot import Tally
-from safetrain.errors import ConfigError
+from safetrain.errors import ConfigError, TrainingStopped
+
+_KEYS = {"skip": "skip", "out of memory": "out_of_memory", "non-finite gradient": "non_finite"}
+"""The policy that has a say, by the reason to drop a window."""
+
+_REMEDIES = {
+    "skip": "look at the batches that the warnings tell of, and mend the data or training_step; or allow more with "
+    "policy.skip.max_consecutive. Then go on with resume=auto.",
+    "out of memory": "a smaller loader.batch_size with a larger loop.accumulate trains the same. Then go on with "
+    "resume=auto.",
+    "non-finite gradient": "set loop.clip_norm (1.0, say), or precision=bf16 where it is fp16, and go on from the last "
+    "checkpoint before the trouble (resume=RUN/checkpoints/step_N). Or begin again with a lower optimizer.lr: a run "
+    "that goes on keeps its checkpoint's.",
+}
 
 
 class SkipPolicy(Protocol):
@@ -153,7 +166,16 @@ class Policies:
             return "skip"
         return None
 
-    def limit(self, reason: str) -> tuple[str, int]:
-        """The config key and the value of the limit on consecutive drops for ``reason``."""
-        name = {"skip": "skip", "out of memory": "out_of_memory", "non-finite gradient": "non_finite"}[reason]
-        return f"policy.{name}.max_consecutive", getattr(self, name).max_consecutive
+    def limit(self, reason: str) -> int:
+        """How many consecutive drops are allowed for ``reason``."""
+        limit: int = getattr(self, _KEYS[reason]).max_consecutive
+        return limit
+
+    def stopped(self, step: int, reason: str, who: str, windows: int, where: str) -> TrainingStopped:
+        """The error that says the limit was passed, and what to change: the state itself would come to it again."""
+        limit = self.limit(reason)
+        text = (
+            f"stopped at step {step}: {reason}{who}, {windows} window(s) in a row, and policy.{_KEYS[reason]}."
+            f"max_consecutive={limit} allows {limit}. The warnings before this say where it comes from.{where}"
+        )
+        return TrainingStopped(text, step=step, remedy=_REMEDIES[reason])

@@ -28,6 +28,9 @@ def told(merged: Merged) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Merge what ``arguments`` name; the exit code."""
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print(_USAGE, file=sys.stderr)
         return 2

@@ -177,7 +177,7 @@ class SchedulerState:
 
 
 class PrecisionState:
-    """The loss scale, where there is one."""
+    """The loss scale, where there is one; a run that has another precision needs none, or begins with its own."""
 
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
@@ -186,8 +186,7 @@ class PrecisionState:
         return {} if self._precision.scaler is None else {"scaler": self._precision.scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_names("precision of the checkpoint", state, self.state_dict())
-        if self._precision.scaler is not None:
+        if self._precision.scaler is not None and "scaler" in state:
             self._precision.scaler.load_state_dict(state["scaler"])
 
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 _SLOWER_BY = 0.25  # of the median rank's own work
 _SLOWER_BY_S = 0.002  # and by at least so much a step: less is noise, or not worth a word
 _INTERVALS = 3  # in a row
+_WATCHED_S = 10.0  # of the rank's own work in them: on a busy machine each rank is the slower one for seconds at a time
+_FAR_SLOWER = 2.0  # as much work as the others' is told sooner,
+_WATCHED_FAR_SLOWER_S = 2.0  # after so long
 
 
 @dataclass(frozen=True)
@@ -35,17 +38,28 @@ class StragglerWatch:
 
     def __init__(self) -> None:
         self._suspect: int | None = None
-        self._intervals = 0
+        self._begin()
 
-    def judge(self, work: Sequence[Mapping[str, float]]) -> Straggler | None:
-        """``work``: seconds a step in each part, by rank. Returns a rank that was the slowest by far for several
-        intervals in a row; once, until it has recovered."""
+    def _begin(self) -> None:
+        self._intervals, self._own_s, self._median_s, self._told = 0, 0.0, 0.0, False
+
+    def judge(self, work: Sequence[Mapping[str, float]], steps: int) -> Straggler | None:
+        """``work``: seconds a step in each part, by rank, over ``steps``. Returns a rank that was the slowest by far
+        for several intervals in a row, and for long enough; once, until it has recovered."""
         found = slowest(work)
-        if found is None or found.rank != self._suspect:
-            self._suspect, self._intervals = (None, 0) if found is None else (found.rank, 1)
+        if found is None:
+            self._suspect = None
             return None
+        if found.rank != self._suspect:
+            self._suspect = found.rank
+            self._begin()
         self._intervals += 1
-        return found if self._intervals == _INTERVALS else None
+        self._own_s, self._median_s = self._own_s + steps * found.own_s, self._median_s + steps * found.median_s
+        if self._told or self._intervals < _INTERVALS:
+            return None
+        far = self._own_s >= _FAR_SLOWER * self._median_s
+        self._told = self._own_s >= (_WATCHED_FAR_SLOWER_S if far else _WATCHED_S)
+        return found if self._told else None
 
 
 def slowest(work: Sequence[Mapping[str, float]]) -> Straggler | None:

@@ -20,6 +20,16 @@ from safetrain.errors import ConfigError
 
 _HYDRA_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
 _NUMBERS = {int: "a whole number (int)", float: "a number (float)", bool: "true or false (bool)"}
+_SAME_NAME = (
+    "accelerate", "albumentations", "datasets", "diffusers", "einops", "h5py", "kornia", "lightning", "monai", "pandas",
+    "peft", "pyarrow", "safetensors", "scipy", "timm", "tokenizers", "torchaudio", "torchdata", "torchmetrics",
+    "torchvision", "transformers", "webdataset", "zarr",
+)  # fmt: skip
+_LIBRARIES = {name: name for name in _SAME_NAME} | {
+    "PIL": "pillow", "cv2": "opencv-python", "pytorch_lightning": "pytorch-lightning", "skimage": "scikit-image",
+    "sklearn": "scikit-learn", "torch_geometric": "torch_geometric", "yaml": "PyYAML",
+}  # fmt: skip
+"""What provides a module that recipes ask for, by the module's name."""
 _NEAR_TO_ANY_MODULE = 0.8  # of the hundreds that Python can import one is always a little like it
 
 
@@ -145,7 +155,8 @@ def _import_module(name: str, where: str, siblings: Callable[[], Iterable[str]] 
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name and not str(error).endswith("is not a package"):
-            raise ConfigError(f"{where}: importing {name} failed at {_place(error)}: {error}") from error
+            hint = f"; {install}" if (install := _install(str(error.name).partition(".")[0])) else ""
+            raise ConfigError(f"{where}: importing {name} failed at {_place(error)}: {error}{hint}") from error
         if siblings is None:
             raise ConfigError(f"{where}: there is no module {last}{_other_module(last)}") from error
         raise ConfigError(f"{where}: {parent} has no {last}.{nearest(last, siblings())}{_shadowed(name)}") from error
@@ -164,8 +175,17 @@ def _other_module(name: str) -> str:
     """One of the user's own with a name like it, or any with nearly that name; else where it was looked for."""
     here = Path.cwd()
     own = nearest(name, [module.name for module in pkgutil.iter_modules([str(here)])])
-    near = own or nearest(name, [module.name for module in pkgutil.iter_modules()], _NEAR_TO_ANY_MODULE)
-    return f".{near}" if near else f": no {name}.py in {here}; run from its folder"
+    install = _install(name)
+    near = own or install or nearest(name, [module.name for module in pkgutil.iter_modules()], _NEAR_TO_ANY_MODULE)
+    if near and near != install:
+        return f".{near}"
+    return f": no {name}.py in {here}; run from its folder{f', or {install}' if install else ''}"
+
+
+def _install(name: str) -> str:
+    """How to get a library of the field. Of any other name it is not known who owns it on a package index."""
+    package = _LIBRARIES.get(name, "")
+    return f"install it (pip install {package})" if package else ""
 
 
 def _shadowed(name: str) -> str:

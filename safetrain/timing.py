@@ -92,8 +92,8 @@ class TimeTable:
         if self._untold_steps < _LEAST_STEPS:
             return None
         work = [{part: seconds / self._untold_steps for part, seconds in own.items()} for own in self._work]
-        self._work, self._untold_steps = [], 0
-        return self._watch.judge(work)
+        steps, self._work, self._untold_steps = self._untold_steps, [], 0
+        return self._watch.judge(work, steps)
 
     def summary(self, machine: Machine) -> str:
         """How long a step took, where the time went, and what to change; empty where nothing was measured."""

@@ -20,6 +20,9 @@ from safetrain.__main__ import be_ready
 
 def main() -> int:
     """Import, and work."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
     from safetrain import tune_command
 
     return tune_command.main(sys.argv[1:])

@@ -27,10 +27,10 @@ from safetrain.errors import (
     PeerFailed,
     RankFailed,
     RanksDiffer,
-    TrainingStopped,
     UsageError,
     together,
 )
+from safetrain.not_finite import not_finite
 from safetrain.opening import Opening
 from safetrain.parts import Parts
 from safetrain.precision import Applied, Clip
@@ -185,10 +185,13 @@ class Window:
         if parts.precision.skips_on_device(optimizers):
             parts.reduction.restore_buffers_unless(applied.finite_on_device)
             return None, applied.grad_norm
-        if not applied.finite:
+        if applied.finite:
+            return self.settle(), applied.grad_norm
+        self._under_way = "before its step"
+        try:  # its gradients tell where it comes from, if that is asked for
+            return self.settle(), applied.grad_norm
+        finally:
             parts.reduction.discard()
-            self._under_way = "before its step"
-        return self.settle(), applied.grad_norm
 
     def go_back(self) -> bool:
         """Undo, for the state only, what a window or a validation that failed has done to this rank so far; False: it
@@ -227,15 +230,11 @@ class Window:
         """The reason with the rank in it; all ranks stop where the policy's limit is passed."""
         who = "" if troubled_rank is None else f" (rank {troubled_rank})"
         self._consecutive[reason] += counts
-        key, limit = self._parts.policies.limit(reason)
-        if (windows := self._consecutive[reason]) > limit:
+        if (windows := self._consecutive[reason]) > self._parts.policies.limit(reason):
             self._consecutive[reason] -= 1  # a run that goes on from this step counts this window again
-            text = (
-                f"stopped at step {step}: {reason}{who}, {windows} window(s) in a row, and {key}={limit} allows "
-                f"{limit}. The warnings before this say where it comes from."
-                f"{self._parts.census.where(reason, troubled_rank)}"
-            )
-            raise together(TrainingStopped(text, step=step))
+            model, census = self._parts.reduction.model, self._parts.census
+            where = not_finite(model) if troubled_rank is None else census.where(reason, troubled_rank)
+            raise together(self._parts.policies.stopped(step, reason, who, windows, where))
         return f"{reason}{who}"
 
     def _check_together(self, step: int, share: Share, tally: Tally) -> None:

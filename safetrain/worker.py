@@ -24,6 +24,7 @@ from safetrain.assembly import assemble
 from safetrain.comm import Comm, is_communication_error, launcher_place
 from safetrain.config import Config
 from safetrain.departure import within
+from safetrain.elastic_report import note_for_torchrun
 from safetrain.errors import PeerFailed, Preempted
 from safetrain.failed import preempted, verdict_on
 from safetrain.failure import Failure, await_records
@@ -208,6 +209,8 @@ def _fail(error: BaseException, run_dir: Path, rank: int, world_size: int, log: 
 def _tell(error: BaseException, run_dir: Path, rank: int, world_size: int, log: RankLog, tells: bool) -> None:
     cause = error.__cause__ or error
     failure = Failure.of(error, rank, victim=is_communication_error(error) or is_communication_error(cause))
+    if tells:
+        note_for_torchrun(failure)
     failure.write(run_dir)
     within(_RECORDER_LIMIT_S, lambda: _with_collectives(failure).write(run_dir))
     if isinstance(error, PeerFailed):

@@ -492,12 +492,16 @@ def test_a_limit_of_consecutive_drops_ends_the_job_on_all_ranks(policies: Polici
         try:
             train(comm, data, policies)
         except safetrain.TrainingStopped as error:
-            return str(error)
+            return str(error), error.remedy
         return None
 
-    texts = run_ranks(work, 2)
-    assert texts[0] == texts[1]
-    assert words in texts[0]
+    told = run_ranks(work, 2)
+    assert told[0] == told[1]
+    text, remedy = told[0]
+    assert words in text
+    assert ("The first gradient that is not finite is that of " in text) == (fault == "NaN")
+    change = {"None": "look at the batches", "NaN": "loop.clip_norm", "out of memory": "a smaller loader.batch_size"}
+    assert change[fault] in remedy
 
 
 @RANKS

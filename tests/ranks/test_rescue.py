@@ -226,7 +226,8 @@ def test_whatever_all_ranks_hear_of_at_the_same_point(
         )  # type: ignore[return-value]
 
     first, *_ = run_ranks(work, world_size, timeout_s=60)
-    kept = f"The state at step {step} is saved in checkpoints/step_{step}: go on with resume=auto."
+    go_on = ". As it is, it would come to this again." if error == "TrainingStopped" else ": go on with resume=auto."
+    kept = f"The state at step {step} is saved in checkpoints/step_{step}{go_on}"
     assert first == (error, kept, kept, "latest", f"step_{step}")
 
 

@@ -111,7 +111,8 @@ def test_a_policy_decides_as_it_does_under_ddp(place: Place, case: str, strategy
     else:
         assert_same([end.state for end in found])
     for mine, theirs in zip(found, by_ddp, strict=True):
-        assert (mine.error, mine.text, mine.step, mine.ranks) == (theirs.error, theirs.text, theirs.step, theirs.ranks)
+        text = theirs.text.partition(" The first gradient")[0]  # which a rank with shards can't tell
+        assert (mine.error, mine.text, mine.step, mine.ranks) == (theirs.error, text, theirs.step, theirs.ranks)
         assert mine.applied_steps == theirs.applied_steps == chosen.applied_steps
         assert_close(mine.state, theirs.state, 1e-6)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 
 from safetrain import cli, launch
 from safetrain.user_path import search_user_code_last
+
+TOOLS = ("chaos", "export", "guard", "lint", "new", "page", "preflight", "profile", "tune")
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -84,6 +88,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["recipe=mine", "env.MY_OWN=1"], "env.MY_OWN=1: no such key. To add it: +env.MY_OWN=1\n"),
         (["recipe=mine", "vars.a.b=1"], "vars.a.b=1: no such key. To add it: +vars.a.b=1\n"),
         (["recipe=mine", "scheduler.gamma=0.5"], "scheduler.gamma=0.5: no such key: scheduler is null in this recipe."),
+        (
+            ["recipe=mine", "scheduler._target_=torch.optim.lr_scheduler.StepLR"],
+            "To add one: +scheduler._target_=torch.optim.lr_scheduler.StepLR +scheduler._partial_=true\n",
+        ),
+        (
+            ["recipe=mine", "scheduler.gamma=0.5"],
+            "To add one: +scheduler._target_=... +scheduler._partial_=true +scheduler.gamma=0.5\n",
+        ),
         (["recipe=mine", "model.in_features=abc"], "model.in_features='abc': Linear takes a whole number (int) here"),
         (["recipe=mine", "optimizer.lr=abc"], "optimizer.lr='abc': SGD takes a number (float) here"),
         (
@@ -201,8 +213,33 @@ def test_help_tells_the_commands_the_choices_and_the_values(run: Run) -> None:
         "policy/skip: all, any, partial",
         "recipe: finetune_ddp, gan_ddp, gpt_ddp, resnet_ddp",
         "  epochs: 1",
+        *(f"python -m safetrain.{name} " for name in TOOLS if name != "guard"),
+        "torchrun ... -m safetrain.guard ",
     ):
         assert text in out, text
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_each_tool_has_a_help_of_its_own(
+    name: str, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    main = importlib.import_module(f"safetrain.{name}").main
+    try:
+        code = main(["--help"]) if inspect.signature(main).parameters else main()
+    except SystemExit as left:  # argparse's
+        code = left.code
+    assert code == 0
+    out, err = capsys.readouterr()
+    assert f"python -m safetrain.{name}" in out or f"-m safetrain.{name} " in out
+    assert err == ""
+
+
+def test_what_a_recipe_leaves_out_is_added_as_the_refusal_says(run: Run) -> None:
+    target = "+scheduler._target_=torch.optim.lr_scheduler.ExponentialLR"
+    code, out, err = run("recipe=mine", target, "+scheduler._partial_=true", "+scheduler.gamma=0.5", "--cfg", "job")
+    assert (code, err) == (0, "")
+    assert "  _partial_: true\n  gamma: 0.5\n" in out
 
 
 def test_cfg_job_prints_what_will_run(run: Run) -> None:

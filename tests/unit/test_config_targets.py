@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from safetrain import targets
 from safetrain.errors import ConfigError
 from safetrain.targets import check_targets
 from safetrain.user_path import search_user_code_last
@@ -128,6 +129,18 @@ def test_a_module_that_is_not_there_tells_where_it_was_looked_for(project: Path)
     assert refusal({"_target_": "spirals.mlp"}) == said
     (project / "spiral.py").write_text("")
     assert refusal({"_target_": "spirals.mlp"}).endswith("there is no module spirals. Did you mean spiral?")
+
+
+def test_a_library_of_the_field_that_is_not_there_can_be_installed(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(targets._LIBRARIES, "seeing", "open-seeing")
+    remedy = "install it (pip install open-seeing)"
+    said = refusal({"_target_": "seeing.models.resnet"})
+    assert said.endswith(f"there is no module seeing: no seeing.py in {project}; run from its folder, or {remedy}")
+    (project / "needs_it.py").write_text("import seeing.models\n")
+    assert refusal({"_target_": "needs_it.x"}).endswith(f"No module named 'seeing'; {remedy}")
+    assert targets._LIBRARIES["torchvision"] == "torchvision"
 
 
 def test_the_nearest_name_is_looked_for_in_the_users_own_files(project: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from safetrain.errors import PeerFailed, PreflightError, RankFailed
 from safetrain.failed import verdict_on
 from safetrain.failure import Exit, Failure, await_records, is_user_file, read_failures
+from safetrain.policies import Policies
 from safetrain.work import Work
 
 
@@ -169,6 +170,16 @@ def test_where_nobody_says_why_the_first_to_suffer_is_told(tmp_path: Path) -> No
     record(0, ConnectionError("closed by peer"), time_ns=2, victim=True).write(tmp_path)
     assert "ConnectionError: timed out" in summary(tmp_path, 2, [Exit(0, 100, 1), Exit(1, 101, 1)])
     assert summary(tmp_path / "empty", 2).startswith("Training failed; no rank says why.")
+
+
+def test_where_a_policy_s_limit_was_passed_it_is_told_what_to_change_not_only_to_go_on(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        stopped = Policies().stopped(11, "non-finite gradient", "", 11, "")
+        record(rank, stopped).write(tmp_path)
+    text = summary(tmp_path, 2)
+    assert text.startswith("Training failed on ranks 0 and 1 at step 11 ")
+    assert "\nWhat to do: set loop.clip_norm " in text
+    assert "go on with resume=auto" not in text
 
 
 def test_whose_file_it_is() -> None:

@@ -220,11 +220,16 @@ class TestPrecision:
         assert other.scaler.state_dict()["_growth_tracker"] == 3
 
     @pytest.mark.parametrize("other", [FP32(), BF16()])
-    def test_a_scale_that_is_not_wanted_is_an_error(self, other: Any) -> None:
-        precision = FP16()
+    def test_a_run_goes_on_in_another_precision(self, other: Any) -> None:
+        """What to do about gradients that fp16 can't hold; a scale is searched for anew where there was none."""
+        precision = FP16(init_scale=8.0)
         precision.prepare(CPU)
-        with pytest.raises(CheckpointError, match="precision of the checkpoint does not fit this run; extra: scaler"):
-            PrecisionState(other).load_state_dict(PrecisionState(precision).state_dict())
+        other.prepare(CPU)
+        with_scale = PrecisionState(precision).state_dict()
+        PrecisionState(other).load_state_dict(with_scale)
+        assert PrecisionState(other).state_dict() == {}
+        PrecisionState(precision).load_state_dict(PrecisionState(other).state_dict())
+        assert PrecisionState(precision).state_dict() == with_scale
 
 
 class TestOwn:

@@ -40,9 +40,30 @@ def test_small_differences_are_not_worth_a_word(work: list[dict[str, float]]) ->
 
 def test_it_takes_three_intervals_in_a_row_and_is_said_once() -> None:
     watch, slow = StragglerWatch(), [USUAL, slow_in("data", 0.1)]
-    assert [watch.judge(work) is not None for work in (slow, slow, [USUAL, USUAL], slow, slow)] == [False] * 5
-    assert watch.judge(slow) is not None
-    assert watch.judge(slow) is None
+    assert [watch.judge(work, 10) is not None for work in (slow, slow, [USUAL, USUAL], slow, slow)] == [False] * 5
+    assert watch.judge(slow, 10) is not None
+    assert watch.judge(slow, 10) is None
     other = [slow_in("data", 0.1), USUAL]
-    assert [watch.judge(other) is not None for _ in range(3)] == [False, False, True]
-    assert [watch.judge(work) is not None for work in (other, [USUAL, USUAL], other, other, other)][-1]
+    assert [watch.judge(other, 10) is not None for _ in range(3)] == [False, False, True]
+    assert [watch.judge(work, 10) is not None for work in (other, [USUAL, USUAL], other, other, other)][-1]
+
+
+@pytest.mark.parametrize(
+    ("by_s", "intervals"),
+    [
+        (0.010, 25),  # 41 ms a step against 31: after 10 s
+        (0.069, 3),  # 100 ms, which is more than twice as much: after 2 s
+    ],
+)
+def test_what_is_a_little_slower_is_watched_for_longer(by_s: float, intervals: int) -> None:
+    """A rank can be the slower one for the first seconds because others use its machine."""
+    watch, slow = StragglerWatch(), [USUAL, slow_in("forward", by_s)]
+    told = [watch.judge(slow, 10) is not None for _ in range(60)]
+    assert told.index(True) + 1 == intervals
+    assert sum(told) == 1
+    assert [watch.judge([USUAL, USUAL], 10), *(watch.judge(slow, 10) for _ in range(2))] == [None] * 3
+
+
+def test_short_steps_that_are_far_slower_are_not_told_within_two_seconds() -> None:
+    watch, slow = StragglerWatch(), [{"forward": 0.001}, {"forward": 0.010}]
+    assert [watch.judge(slow, 10) is not None for _ in range(25)].index(True) == 19
