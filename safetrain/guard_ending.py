@@ -31,6 +31,7 @@ from safetrain.elastic_report import note_for_torchrun
 from safetrain.failed import verdict_on
 from safetrain.failure import Exit, Failure, headline, read_failures
 from safetrain.flight_recorder import last_collectives
+from safetrain.forking import own_signals_in_children
 from safetrain.peers import gone_ranks
 from safetrain.rank_log import RankLog
 from safetrain.retelling import retold, spread
@@ -200,7 +201,7 @@ class Ending:
         signal.signal(signal.SIGTERM, self._heard)
         # so its number goes to the thread also while this one is in a collective
         signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._in_child)
+        own_signals_in_children(lambda: (signal.SIGTERM,), self._in_child)
         self._outbox = outbox  # kept open
         threading.Thread(target=self._listen, args=(inbox, board), name="safetrain-signals", daemon=True).start()
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from safetrain import rank_log
+from safetrain.forking import own_signals_in_children
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ECHO_S = 5.0
@@ -110,7 +111,7 @@ def _in_child() -> None:
         _heard_here.clear()
 
 
-os.register_at_fork(after_in_child=_in_child)
+own_signals_in_children(lambda: _heard_here, _in_child)
 
 
 def _nothing(_number: int, _frame: object) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from safetrain import guard
 from safetrain.guard_options import parse
@@ -74,6 +75,7 @@ def run(
         by_srun = {"SLURM_JOB_ID": port, "SLURM_STEP_NUM_TASKS": world_size, "SLURM_NODEID": 0,
                    "SLURM_STEP_TASKS_PER_NODE": world_size, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}  # fmt: skip
         os.environ.update({name: str(value) for name, value in (by_srun if srun else by_hand).items()})
+        torch.set_num_threads(1)  # a pool of OpenMP threads that pytest has used does not survive the fork
         raise SystemExit(guard.main(command))
 
     began = time.monotonic()
