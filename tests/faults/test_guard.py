@@ -58,7 +58,7 @@ def test_an_exception_is_told_once(tmp_path: Path) -> None:
     assert terminal.count("ValueError: bad label 12") == 2  # what it is, and the end of its traceback
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_killed_rank(tmp_path: Path, culprit: int) -> None:
     code, terminal, verdict = guarded(tmp_path, "ddp", "--fault", "kill", "--culprit", str(culprit))
     assert code == 1

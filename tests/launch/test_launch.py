@@ -33,6 +33,7 @@ def test_one_rank_goes_the_same_way(project: Project) -> None:
     assert json.loads((run_dir / "result.json").read_text())["step"] == 3
 
 
+@pytest.mark.exhaustive
 def test_jobs_at_the_same_time_have_ports_and_directories_of_their_own(project: Project) -> None:
     processes = [project.start("recipe=mine", "launch.nproc_per_node=2") for _ in range(3)]
     assert [project.finish(process).code for process in processes] == [0, 0, 0]

@@ -12,6 +12,7 @@ from tests.launch.project import Project
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+@pytest.mark.exhaustive
 def test_each_job_runs_once_and_its_metric_is_told(project: Project) -> None:
     done = project.run("-m", "recipe=mine", "optimizer.lr=0.1,0.01")
     assert (done.code, done.err) == (0, "")

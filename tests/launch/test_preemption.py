@@ -65,7 +65,7 @@ def preempt(project: Project, send: Send, *job: str, ranks: int = 2) -> Command:
         (to_launcher, "ranks 0 and 1", 2, 0),
         pytest.param(to_all, "ranks 0-3", 4, 3, marks=pytest.mark.exhaustive),
         pytest.param(to_rank(0), "rank 0", 2, 1, marks=pytest.mark.exhaustive),
-        (to_rank(3), "rank 3", 4, 3),
+        pytest.param(to_rank(3), "rank 3", 4, 3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_all_leave_at_the_next_step_and_the_run_goes_on(

@@ -105,7 +105,7 @@ def test_a_section_that_fails(project: Project) -> None:
     assert "Rank 1 did not fail: ended because rank 0 did." in text
 
 
-@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize("on", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_breakpoint_stops_one_rank_on_the_terminal_and_pauses_all_watchdogs(project: Project, on: int) -> None:
     """Longer at the prompt than the stall limit allows anything else; the variables are there; training goes on."""
     here, there = pty.openpty()

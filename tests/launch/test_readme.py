@@ -197,6 +197,7 @@ def test_without_hydra(folder: Path, start: str, ranks: int) -> None:
     assert list(folder.glob("outputs")) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_job_that_is_cut(folder: Path) -> None:
     """Each of the four commands, with a run and a step that are there."""

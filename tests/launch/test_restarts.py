@@ -28,7 +28,7 @@ def check_it_is_the_whole_run(project: Project) -> None:
     assert events(run_dir) == events(whole)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_rank_that_was_killed_once(project: Project, culprit: int) -> None:
     done = project.run(*JOB, "trainer.fault=die_once", f"trainer.culprit={culprit}", "launch.max_restarts=2")
     assert done.code == 0, done.err

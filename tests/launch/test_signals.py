@@ -36,7 +36,7 @@ def ended_by(project: Project, process: subprocess.Popen[str], number: int) -> C
     return done
 
 
-@pytest.mark.parametrize("send", [to_group, to_parent])
+@pytest.mark.parametrize("send", [to_group, pytest.param(to_parent, marks=pytest.mark.exhaustive)])
 def test_ctrl_c_in_training(project: Project, send: Callable[[subprocess.Popen[str], int], None]) -> None:
     process = project.start("recipe=mine", "trainer.fault=sleep", "loader.num_workers=1")
     project.wait_until_training()

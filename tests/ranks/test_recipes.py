@@ -177,6 +177,7 @@ def test_a_stream_of_uneven_files_is_used_once(world_size: int, tmp_path: Path) 
     assert runs[0].result.skipped_steps == 0
 
 
+@pytest.mark.exhaustive
 def test_a_stream_that_is_cut_in_an_epoch_goes_on_where_it_was(world_size: int, tmp_path: Path) -> None:
     straight = train(config_of("stream_ddp", tmp_path / "straight", "loop.epochs=2"), world_size)
     asked = ("loop.epochs=2", "checkpoint.at_end=true")
