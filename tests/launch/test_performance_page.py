@@ -15,7 +15,7 @@ import pytest
 from safetrain.config import Profile
 from safetrain.errors import ConfigError
 from safetrain.testing import run_ranks
-from tests.launch.test_readme import run, shown_files
+from tests.launch.test_readme import run, with_shown_files
 
 PAGE = (Path(__file__).parents[2] / "docs/performance.md").read_text()
 pytestmark = pytest.mark.timeout(300)
@@ -23,10 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, text in shown_files().items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return tmp_path
+    return with_shown_files(tmp_path)
 
 
 def lanes(trace: Path) -> list[str]:

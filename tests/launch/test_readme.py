@@ -46,10 +46,15 @@ def command(start: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    return with_shown_files(tmp_path)
+
+
+def with_shown_files(folder: Path) -> Path:
+    """The folder, with README's files in it."""
     for name, text in shown_files().items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return tmp_path
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
 
 
 def run(shown: str, folder: Path) -> str:
